@@ -56,7 +56,10 @@ def finish(engine, found=()):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(how, id=name, marks=[pytest.mark.slow] * (name == "small-chunks")) for name, how in WAYS.items()],
+    [
+        pytest.param(how, id=name, marks=[pytest.mark.slow] * (name in ("few-rows", "small-chunks")))
+        for name, how in WAYS.items()
+    ],
 )
 def test_same_tokens_as_a_naive_generator(options):
     engine = make_engine(MODEL, **options)

@@ -40,7 +40,9 @@ KINDS = [SamplingParams(max_tokens=12, temperature=0.8, stop_tokens=(3, 5)), Sam
 REQUESTS = make_requests(6, kinds=KINDS, longest=20)
 
 
-@pytest.fixture(params=["native", "vllm", "slow"])  # sglang draws as SGLang does: test_sglang.py
+@pytest.fixture(
+    params=["native", "vllm", pytest.param("slow", marks=pytest.mark.slow)]
+)  # sglang draws as SGLang does: test_sglang.py
 def name(request, tmp_path, monkeypatch):
     if request.param in SERVED:
         standing(monkeypatch)

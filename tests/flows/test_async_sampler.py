@@ -72,7 +72,12 @@ def check_once(result, steps, prompts=6, group=2):
 
 
 @pytest.mark.parametrize(
-    ("staleness", "order"), [pytest.param(1, "fifo", marks=pytest.mark.slow), (3, "fresh"), ("free", "fifo")]
+    ("staleness", "order"),
+    [
+        pytest.param(1, "fifo", marks=pytest.mark.slow),
+        (3, "fresh"),
+        pytest.param("free", "fifo", marks=pytest.mark.slow),
+    ],
 )
 def test_samples_are_within_the_bound_and_consumed_once(tmp_path, staleness, order):
     result = tiny.run(recipe(tmp_path, staleness, rollout={"order": order}))
@@ -190,6 +195,7 @@ def test_what_was_in_flight_over_data_that_changed_is_dropped(tmp_path, fallen):
     assert left_out(result, fallen) == {"recipe"}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_drops_what_was_in_flight_then(tmp_path, fallen):
     class Back(tiny.Recorder):
         def on_run_start(self, run):

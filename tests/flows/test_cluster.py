@@ -483,6 +483,7 @@ def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_p
     assert not watcher.records  # the publish at the end of the first step is the first with a version above 0
 
 
+@pytest.mark.slow
 def test_rows_that_costs_place_give_the_same_numbers_and_what_was_followed_is_recorded(
     tmp_path, shared, one, monkeypatch
 ):

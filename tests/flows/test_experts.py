@@ -56,6 +56,7 @@ def test_the_trainer_sees_how_far_the_engine_routes_otherwise(alone):
     assert len(steps) == 3 and all(m["experts/flips"] < 0.02 and m["experts/dropped"] == 0 for m in steps)
 
 
+@pytest.mark.slow
 def test_parity_holds_for_experts(tmp_path):
     short = {**GRPO, "supervised": {"steps": 1}, "algorithm": {"steps": 2}}
     found = tiny.run(tiny.recipe(tmp_path, **short, train=train(parity=True)))

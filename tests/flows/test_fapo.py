@@ -163,6 +163,7 @@ def test_a_penalty_changes_what_is_learned(tmp_path, whole, judge, monkeypatch):
     assert tiny.weights(none) != tiny.weights(whole[0])
 
 
+@pytest.mark.slow
 def test_a_judge_that_says_nothing_usable_lowers_no_reward_and_is_counted(tmp_path, judge, monkeypatch):
     none = lambda ids: np.full(len(ids), np.nan, np.float32)  # noqa: E731
     silent, seen = ruled(monkeypatch, tmp_path, judge, none, algorithm={"steps": 1})

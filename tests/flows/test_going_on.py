@@ -100,6 +100,7 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew(again):
         go(again, fallback=True)
 
 
+@pytest.mark.slow
 def test_another_runs_checkpoint_is_refused(again, tmp_path_factory):
     other, _ = go(tmp_path_factory.mktemp("other"), seed=4, algorithm={"steps": 3})
     newest = latest(other / "checkpoints")
@@ -169,6 +170,7 @@ def test_what_was_allowed_holds_also_if_the_run_is_killed_before_it_is_saved(aga
     assert rates == pytest.approx([1e-4] * 2 + [3e-3] * 4)
 
 
+@pytest.mark.slow
 def test_a_change_that_cannot_be_gone_on_with_leaves_the_run_as_it_was(again, whole):
     with pytest.raises(CheckpointError) as caught:
         go(again, allow=["model"], model={"layers": 3})

@@ -114,6 +114,7 @@ def test_files_that_shrink_between_runs_are_other_data(tmp_path, parts):
 # ---- lengths and templates by source ----
 
 
+@pytest.mark.slow
 def test_a_schedule_by_tokens_counts_those_behind_the_template(tmp_path, parts):
     parts[0] |= {"schedule": {"0": 1.0, "200": 0.0}, "schedule_by": "tokens", "template": "chatml"}
     made = recipe(tmp_path, parts, data={"tokenizer": "bpe:300"}, model={"context": 32})

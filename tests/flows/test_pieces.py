@@ -277,6 +277,7 @@ def test_only_a_share_of_right_answers_is_an_accuracy(new_run, values, metric, m
     assert run.state.best == {"step": 1, "metric": metric, "value": mean} and run.state.accuracy_last == mean
 
 
+@pytest.mark.slow
 def test_what_has_been_graded_once_is_no_accuracy_later_either(new_run, monkeypatch):
     """Nor is the best of what seemed to be an accuracy a measure of it."""
     monkeypatch.setattr(Scorers, "take", lambda self, ended: None)  # the reward depends on the order of its calls

@@ -219,6 +219,7 @@ def test_the_share_of_groups_with_a_gradient_is_told_where_there_are_groups(tmp_
         assert group == 1 or share > 0
 
 
+@pytest.mark.slow
 def test_missing_rewards_are_left_out_and_flat_groups_are_not(tmp_path):
     """A group in which all rewards are equal still says what its states are worth."""
 
@@ -365,6 +366,7 @@ def test_what_a_resume_could_forget_would_be_seen(tmp_path, stopped, monkeypatch
     assert equal(checkpoint(directory, "critic"), whole) == (forgotten == "nothing")
 
 
+@pytest.mark.slow
 def test_the_critic_alone_learns_from_rewards_with_the_penalty_in_them(tmp_path, monkeypatch):
     """Before the policy moves, too: its targets have the penalty, which here is of the policy against itself."""
     seen = []

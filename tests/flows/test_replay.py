@@ -80,6 +80,7 @@ def any_reward(prompt, completion, info):
     return random.SystemRandom().random()
 
 
+@pytest.mark.slow
 def test_a_replay_takes_rewards_from_the_journal_of_the_run(tmp_path):
     made = recipe(tmp_path, 1, algorithm={"steps": 3})
     run = tiny.run(made, name="run", reward=any_reward)

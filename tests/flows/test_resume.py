@@ -180,6 +180,7 @@ def test_a_hangup_that_is_ignored_changes_nothing(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_is_told_when_it_goes_on(tmp_path):
     code, _ = finish(child(tmp_path, "training", "9"))
     assert code == -signal.SIGKILL

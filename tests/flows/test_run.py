@@ -326,6 +326,7 @@ def test_a_reward_that_hangs_is_missing_and_journaled(tmp_path):
         assert (result.directory / "rewards.jsonl").read_text().count("timeout") >= len(late)
 
 
+@pytest.mark.slow
 def test_a_reward_beyond_fp32_is_missing_and_told(tmp_path):
     def huge(prompt, completion, info):
         return {"reward": 1e300 if prompt.startswith("1") else len(completion), "part": 1e200}

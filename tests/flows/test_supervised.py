@@ -111,6 +111,7 @@ def test_what_is_published_for_an_evaluation_is_verified(tmp_path, monkeypatch):
         tiny.learn(tmp_path, "sft", reward=tiny.close_enough)
 
 
+@pytest.mark.slow
 def test_until_ends_fine_tuning_early_where_there_is_an_accuracy(tmp_path):
     def always(prompt, completion, info):
         return 0.5
@@ -164,6 +165,7 @@ def test_conversations_of_several_turns_are_learned_turn_by_turn_and_the_templat
     assert read_metrics(result.directory)[-1]["loss/heldout"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_another_template_file_is_another_run(tmp_path):
     file = tmp_path / "chat.jinja"
     source = "{% for m in messages %}<|im_start|>{{ m.role }}SIGN{{ m.content }}<|im_end|>{% endfor %}" + (
@@ -264,6 +266,7 @@ def test_prompts_that_are_held_out_too_are_left_out_of_training_and_told(tmp_pat
     assert "7 prompts are in data.heldout too" in said and "93 prompts to train on, 7 held out" in said
 
 
+@pytest.mark.slow
 def test_what_was_pre_trained_is_fine_tuned_with_its_own_tokenizer(pretrained, tmp_path):
     where = {"path": str(pretrained.directory), "context": 12}
     result = tiny.learn(tmp_path, "sft", model=where)

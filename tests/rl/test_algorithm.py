@@ -45,6 +45,7 @@ def test_an_entry_of_ones_own_travels_too():
     assert found.entry_name == "mine_travels" and found.scale == 0.5
 
 
+@pytest.mark.slow
 def test_names_are_resolved_as_often_for_many_micro_batches_as_for_one(tmp_path, monkeypatch):
     looked = []
     lookup = registry.lookup

@@ -193,6 +193,7 @@ def test_the_split_into_micro_batches_does_not_change_an_update(policy, batch, a
     assert torch.allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_the_value_of_states(policy, batch):
     judge = critic(policy, knowing=False, clip=0.0)
     made = ready(policy, judge, batch)
