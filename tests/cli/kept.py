@@ -1,6 +1,7 @@
 """Runs with checkpoints for the commands that look at them; weights say of which step they are."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ def refused(*arguments: object) -> str:
     return result.stderr
 
 
+@cache
 def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Nobody changes them: they are made once."""
     model = Decoder(small.config())
     model.init_weights_(seed)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@cache
 def critic(seed: int) -> ValueModel:
     decoder = Decoder(small.config())
     decoder.init_weights_(seed)
@@ -55,6 +59,7 @@ def critic(seed: int) -> ValueModel:
     return model.requires_grad_(False)
 
 
+@cache
 def groups(seed: int) -> dict[str, dict[str, torch.Tensor]]:
     """All that a run with everything has."""
     model = weights(seed)

@@ -21,16 +21,16 @@ def bash(script, folder):
     return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True)
 
 
-def offered(folder, *typed):
-    """What bash offers after these words, the last one unfinished."""
-    words = " ".join(f"'{word}'" for word in typed)
-    asked = bash(
-        f'eval "$({TILTH} --show-completion)"; COMP_WORDS=(tilth {words}); COMP_CWORD={len(typed)}; '
-        f'_tilth_completion {TILTH}; printf "%s\\n" "${{COMPREPLY[@]}}"',
-        folder,
-    )
+def offered(folder, *lines):
+    """What bash offers after each of these lines of words, the last one unfinished."""
+    script = f'eval "$({TILTH} --show-completion)"; '
+    for typed in lines:
+        words = " ".join(f"'{word}'" for word in typed)
+        script += f"COMP_WORDS=(tilth {words}); COMP_CWORD={len(typed)}; _tilth_completion {TILTH}; "
+        script += 'echo "${COMPREPLY[*]}"; '
+    asked = bash(script, folder)
     assert asked.returncode == 0 and not asked.stderr, asked.stderr
-    return asked.stdout.split()
+    return [line.split() for line in asked.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def folder(tmp_path):
 
 
 def test_bash_is_offered_recipes_keys_and_runs(folder):
-    assert offered(folder, "run", "sorting-") == [name for name in names() if name.startswith("sorting-")]
-    assert offered(folder, "run", "sft", "rollout.top") == ["rollout.top_k=", "rollout.top_p="]
-    assert offered(folder, "show", "") == ["runs/one", "runs/other"]
+    recipes, overrides, runs = offered(folder, ["run", "sorting-"], ["run", "sft", "rollout.top"], ["show", ""])
+    assert recipes == [name for name in names() if name.startswith("sorting-")]
+    assert overrides == ["rollout.top_k=", "rollout.top_p="] and runs == ["runs/one", "runs/other"]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_cpu_features(tmp_path):
 
 @pytest.mark.parametrize(("outcome", "code"), [((1.0, None), 0), ((None, "no luck"), 1)])
 def test_command(monkeypatch, outcome, code):
+    monkeypatch.setattr(doctor, "_SIZE", 64)
     monkeypatch.setattr(doctor, "_SECONDS", 0.01)
     monkeypatch.setattr(doctor, "try_run", lambda: outcome)
     result = CliRunner().invoke(app, ["doctor"])

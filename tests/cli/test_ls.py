@@ -24,8 +24,9 @@ def call(*arguments, code=0):
 def runs(tmp_path_factory):
     """Runs that are finished (two), whose process died, that failed, and one that nobody can read."""
     folder = tmp_path_factory.mktemp("all") / "runs"
-    tiny.run(tiny.recipe(folder, algorithm={"steps": 2}, run={"name": "done"}), name="x")
-    tiny.run(tiny.recipe(folder, flow="sft", supervised={"steps": 2}, run={"name": "answers"}), name="y")
+    warm = {"supervised": {"steps": 1}}
+    tiny.run(tiny.recipe(folder, algorithm={"steps": 2}, run={"name": "done"}, **warm), name="x")
+    tiny.run(tiny.recipe(folder, flow="sft", run={"name": "answers"}, **warm), name="y")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     for name, changes in (

@@ -10,6 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import tilth
+from tests import forked
 from tilth.cli import main
 from tilth.cli.main import app
 from tilth.config.errors import TilthError
@@ -102,11 +104,13 @@ assert callable(tilth.train) and tilth.__version__
 """
 
 
+@pytest.mark.slow  # imports torch
 def test_what_is_costly_is_imported_late():
     subprocess.run([sys.executable, "-c", LATE], check=True)
-    with pytest.raises(AttributeError):
-        import tilth
 
+
+def test_a_name_that_the_package_has_not_is_no_attribute():
+    with pytest.raises(AttributeError):
         tilth.nothing
 
 
@@ -162,7 +166,7 @@ def test_wrong_usage(arguments):
 
 def test_the_installed_script_ends_in_code_2():
     result = subprocess.run(
-        [sys.executable, "-c", "from tilth.cli.main import main; main()", "run", "nothing"],
+        [*forked.python(), "-c", "from tilth.cli.main import main; main()", "run", "nothing"],
         capture_output=True,
         text=True,
     )

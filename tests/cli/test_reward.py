@@ -125,7 +125,10 @@ def test_several_with_their_weights(folder):
     assert [c["value"] for c in one["tried"][0]["completions"].values()] == pytest.approx([1.1, 0.1, 0, 1.1])
 
 
-@pytest.mark.parametrize("function", ["gsm8k", "gsm8k:0.1", '{gsm8k = 1.0, "regex:####" = 0.1}'])
+BARE = ["gsm8k", '{gsm8k = 1.0, "regex:####" = 0.1}', pytest.param("gsm8k:0.1", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("function", BARE)
 def test_answers_that_are_bare_numbers_are_put_as_gsm8k_reads_them(folder, function):
     """As in the files of verl, whose ground truth is 10 and not #### 10."""
     rows = [{"prompt": f"p{n}", "answer": str(n)} for n in range(10, 16)]
@@ -147,7 +150,7 @@ def test_a_slow_first_call_is_told_apart(folder):
     assert "first call" not in said("mine.py:slow", "sums.jsonl", "--n", 2)
 
 
-@pytest.mark.parametrize("function", ["raises", "none", "nan", "endless"])
+@pytest.mark.parametrize("function", ["raises", "none", "nan", pytest.param("endless", marks=pytest.mark.slow)])
 def test_nothing_is_said_of_the_second_call_where_every_call_failed(folder, function):
     text = said(f"mine.py:{function}", "sums.jsonl", "--n", 1, "--timeout", 0.3)
     assert "Every one of 4 calls failed." in text and "scored twice" not in text
@@ -167,22 +170,34 @@ def test_a_task(folder):
 
 
 @pytest.mark.parametrize(
-    "function, word, sentence",
+    "function, word, sentences",
     [
-        ("constant", "broken", "Every call gave 0.5: a reward that never differs teaches nothing."),
-        ("constant", "broken", "earns more than another record's in 0 of 6 records, as much in 6."),
-        ("brevity", "broken", "earns more than none at all in 0 of 6 records."),
-        ("brevity", "broken", "its mean is a reward"),
-        ("never", "broken", "Every one of 24 calls failed."),
-        ("strict", "doubtful", "6 of 24 calls failed, none of them on the right answer"),
-        ("strict", "doubtful", "where a bad answer is meant to earn nothing, return 0"),
-        ("moody", "doubtful", "scored twice earned two different rewards in 6 of 6 records"),
-        ("slow", "doubtful", "more reward.workers share that"),
+        (
+            "constant",
+            "broken",
+            [
+                "Every call gave 0.5: a reward that never differs teaches nothing.",
+                "earns more than another record's in 0 of 6 records, as much in 6.",
+            ],
+        ),
+        ("brevity", "broken", ["earns more than none at all in 0 of 6 records.", "its mean is a reward"]),
+        ("never", "broken", ["Every one of 24 calls failed."]),
+        (
+            "strict",
+            "doubtful",
+            [
+                "6 of 24 calls failed, none of them on the right answer",
+                "where a bad answer is meant to earn nothing, return 0",
+            ],
+        ),
+        ("moody", "doubtful", ["scored twice earned two different rewards in 6 of 6 records"]),
+        ("slow", "doubtful", ["more reward.workers share that"]),
     ],
 )
-def test_the_verdict_in_words(folder, function, word, sentence):
+def test_the_verdict_in_words(folder, function, word, sentences):
     one = found(f"mine.py:{function}", "sums.jsonl", "--n", 6)
-    assert one["verdict"] == word and any(sentence in s for s in one["sentences"]), one["sentences"]
+    assert one["verdict"] == word
+    assert all(any(sentence in s for s in one["sentences"]) for sentence in sentences), one["sentences"]
 
 
 def test_failures_are_told_with_their_reason_and_first_record(folder):

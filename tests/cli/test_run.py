@@ -36,7 +36,7 @@ SUMMARY = {
 
 
 def said(recipe=(), **changes):
-    made = load_recipe("addition-grpo", recipe)
+    made = load_recipe("addition-grpo", ["data.digits=2", *recipe])  # few prompts
     lines = closing(made, "addition-grpo", SUMMARY | changes, Path("runs/a"), Path("runs/a/report.html"))
     return "\n".join(lines)
 
@@ -56,7 +56,7 @@ def test_closing_says_what_was_learned_where_to_look_and_what_to_try():
         "tilth show runs/a",
         "tilth export runs/a",
         "tilth eval runs/a --k 1,8 --limit 512\n",
-        "data.digits=4",
+        "data.digits=3",
     ):
         assert command in text
     assert "tilth chat" not in text and "tilth chat runs/a" in said(["data.template=chatml"])
@@ -81,7 +81,7 @@ def test_one_step_is_no_steps():
 def test_the_question_to_try_was_held_out():
     from tilth.data.prompts import load_source
 
-    recipe = load_recipe("addition-grpo")
+    recipe = load_recipe("addition-grpo", ["data.digits=2"])
     line = next(line for line in said().splitlines() if "tilth generate" in line)
     _, held = load_source(recipe.data).split(recipe.data.holdout)
     assert shlex.split(line)[3] in {prompt.text for prompt in held.subset(10)}
@@ -129,9 +129,9 @@ def test_closing_of_a_run_on_text(tmp_path):
 
 
 def test_the_harder_task_is_for_the_recipe_that_ran():
-    recipe = load_recipe("addition-ppo")
+    recipe = load_recipe("addition-ppo", ["data.digits=2"])
     text = "\n".join(closing(recipe, "my recipes/ppo.toml", SUMMARY, Path("runs/a"), Path("r.html")))
-    assert "tilth run 'my recipes/ppo.toml' data.digits=4" in text and "addition-grpo" not in text
+    assert "tilth run 'my recipes/ppo.toml' data.digits=3" in text and "addition-grpo" not in text
 
 
 def test_closing_names_the_best_checkpoint():
@@ -179,7 +179,7 @@ def behind(monkeypatch, tmp_path):
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, ["run", "addition-grpo", *arguments])
+    return CliRunner().invoke(app, ["run", "addition-grpo", "data.digits=2", *arguments])
 
 
 def test_recipe_name_and_observer_are_handed_over(behind, tmp_path):
@@ -302,7 +302,7 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported():
 
 
 def test_hints_can_be_pasted_where_a_name_has_spaces():
-    made = load_recipe("addition-grpo", [])
+    made = load_recipe("addition-grpo", ["data.digits=2"])
     lines = closing(made, "addition-grpo", SUMMARY, Path("runs/live run"), Path("r.html"))
     hints = [shlex.split(line) for line in lines if line.startswith("  tilth ") and "live run" in line]
     assert len(hints) >= 4 and all("runs/live run" in words for words in hints)

@@ -18,6 +18,15 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture
 def pool():
+    """For a test that harms its processes."""
+    pool = EnvironmentPool(TALKER, workers=1, timeout=3.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def calm():
+    """For tests that end no process: a start is most of what they would take."""
     pool = EnvironmentPool(TALKER, workers=1, timeout=3.0)
     yield pool
     pool.close()
@@ -70,13 +79,13 @@ def contents(answer):
     return [m["content"] for m in answer.value["messages"]]
 
 
-def test_episodes_are_apart(pool):
-    assert {i: contents(a) for i, a in begin(pool, 0, 1, 2).items()} == {0: ["p0"], 1: ["p1"], 2: ["p2"]}
-    say(pool, e0="a", e1="b")
-    found = say(pool, e0="bye", e2="c")
+def test_episodes_are_apart(calm):
+    assert {i: contents(a) for i, a in begin(calm, 0, 1, 2).items()} == {0: ["p0"], 1: ["p1"], 2: ["p2"]}
+    say(calm, e0="a", e1="b")
+    found = say(calm, e0="bye", e2="c")
     assert contents(found[0]) == ["2 bye"] and found[0].value["done"] and contents(found[2]) == ["1 c"]
-    pool.reward(0)
-    assert take(pool, 1)[0].value == {"value": 2.0, "parts": {"first": 1.0}, "reason": ""}
+    calm.reward(0)
+    assert take(calm, 1)[0].value == {"value": 2.0, "parts": {"first": 1.0}, "reason": ""}
 
 
 def test_all_episodes_of_a_process_hang(pool):
@@ -86,13 +95,13 @@ def test_all_episodes_of_a_process_hang(pool):
 
 
 @pytest.mark.parametrize("said, status", [("raise", "error"), ("bytes", "error"), ("hang", "timeout")])
-def test_one_fails_and_the_others_stay_where_they_are(pool, said, status):
-    begin(pool, 0, 1)
-    before = contents(say(pool, e1="new")[1])
-    found = say(pool, e0=said)[0]
+def test_one_fails_and_the_others_stay_where_they_are(calm, said, status):
+    begin(calm, 0, 1)
+    before = contents(say(calm, e1="new")[1])
+    found = say(calm, e0=said)[0]
     assert found.status == status and found.value is None and found.reason
-    assert before and contents(say(pool, e1="x")[1]) == ["2 x"]
-    assert contents(begin(pool, 2)[2]) == ["p2"]
+    assert before and contents(say(calm, e1="x")[1]) == ["2 x"]
+    assert contents(begin(calm, 2)[2]) == ["p2"]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +114,9 @@ def test_one_fails_and_the_others_stay_where_they_are(pool, said, status):
         ("bytes", "step returned the message b'no'; a message is"),
     ],
 )
-def test_nonsense_is_named_at_once(pool, said, why):
-    begin(pool, 0)
-    found = say(pool, e0=said)[0]
+def test_nonsense_is_named_at_once(calm, said, why):
+    begin(calm, 0)
+    found = say(calm, e0=said)[0]
     assert found.status == "error" and why in found.reason and "process.py" not in found.reason
 
 
@@ -170,9 +179,9 @@ def test_processes_outlive_the_thread_that_made_the_pool():
     assert after == before
 
 
-def test_a_record_that_cannot_begin(pool):
-    pool.begin(0, {"prompt": "", "fail": True})
-    found = take(pool, 1)[0]
+def test_a_record_that_cannot_begin(calm):
+    calm.begin(0, {"prompt": "", "fail": True})
+    found = take(calm, 1)[0]
     assert found.status == "error" and "no such record" in found.reason
 
 
@@ -204,13 +213,13 @@ def test_names_that_are_none():
         EnvironmentPool(TALKER, timeout=0)
 
 
-def test_an_answer_longer_than_a_pipe_that_came_while_nobody_listened_is_heard(pool):
+def test_an_answer_longer_than_a_pipe_that_came_while_nobody_listened_is_heard(calm):
     """As between two rounds of an engine that are further apart than the limit."""
-    begin(pool, 0)
-    pool.step(0, {"role": "assistant", "content": "much"})
-    pool._episodes[0].deadline = time.monotonic() + 0.2
+    begin(calm, 0)
+    calm.step(0, {"role": "assistant", "content": "much"})
+    calm._episodes[0].deadline = time.monotonic() + 0.2
     time.sleep(0.4)
-    assert len(contents(take(pool, 1)[0])[0]) == 300_000
+    assert len(contents(take(calm, 1)[0])[0]) == 300_000
 
 
 @pytest.mark.slow
@@ -295,28 +304,28 @@ def test_the_one_to_blame_is_found_among_many(pool, started):
     assert len(started) <= 1 + SUSPECTS + 3  # three shared a process that died again
 
 
-def test_an_episode_goes_on_from_what_was_kept(pool):
+def test_an_episode_goes_on_from_what_was_kept(calm):
     """Also if it has gone further since, or is gone."""
-    begin(pool, 0, 1)
-    say(pool, e0="a", e1="b")
-    kept = pool.said(0)
-    assert contents(say(pool, e0="x")[0]) == ["2 x"]
-    pool.resume(0, kept)
-    assert contents(say(pool, e0="y")[0]) == ["2 y"]
-    kept = pool.said(0)
-    pool.keep_only([1])
-    pool.resume(0, kept)
-    assert {i: contents(a) for i, a in say(pool, e0="z", e1="c").items()} == {0: ["3 z"], 1: ["2 c"]}
-    pool.resume(0, [*kept, kept[-1]])  # what it has never said
-    assert say(pool, e0="z")[0].status == "differs"
+    begin(calm, 0, 1)
+    say(calm, e0="a", e1="b")
+    kept = calm.said(0)
+    assert contents(say(calm, e0="x")[0]) == ["2 x"]
+    calm.resume(0, kept)
+    assert contents(say(calm, e0="y")[0]) == ["2 y"]
+    kept = calm.said(0)
+    calm.keep_only([1])
+    calm.resume(0, kept)
+    assert {i: contents(a) for i, a in say(calm, e0="z", e1="c").items()} == {0: ["3 z"], 1: ["2 c"]}
+    calm.resume(0, [*kept, kept[-1]])  # what it has never said
+    assert say(calm, e0="z")[0].status == "differs"
 
 
-def test_an_episode_that_begins_again_gets_no_answer_of_its_former_life(pool):
+def test_an_episode_that_begins_again_gets_no_answer_of_its_former_life(calm):
     """Its thread still steps when it ends, as in a step of a run that begins again."""
-    begin(pool, 7)
-    pool.step(7, {"role": "assistant", "content": "slow"})
-    pool.end(7)
-    begin(pool, 7)
-    pool.step(7, {"role": "assistant", "content": "slow again"})
-    (answer,) = take(pool, 1).values()
+    begin(calm, 7)
+    calm.step(7, {"role": "assistant", "content": "slow"})
+    calm.end(7)
+    begin(calm, 7)
+    calm.step(7, {"role": "assistant", "content": "slow again"})
+    (answer,) = take(calm, 1).values()
     assert "slow again" in str(answer.value)

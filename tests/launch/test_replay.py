@@ -93,6 +93,12 @@ def test_what_cannot_be_replayed_is_refused(poisoned, tmp_path):
         replay(poisoned, 2, run_recipe)
     with raises(DataError, "--ranks"):
         replay(poisoned, 3, run_recipe, ranks=[1])
+    drafts = tmp_path / "drafts"
+    shutil.copytree(poisoned, drafts)
+    recipe = (poisoned / "recipe.toml").read_text()
+    (drafts / "recipe.toml").write_text(recipe.replace('speculate = "off"', 'speculate = "suffix"'))
+    with raises(DataError, "rollout.speculate"):
+        replay(drafts, 3, run_recipe)
     refused = CliRunner().invoke(app, ["guard", "replay", str(poisoned), "--step", "3", "--ranks", "a"])
     assert refused.exit_code == 2 and "--ranks" in refused.output
 
@@ -111,6 +117,7 @@ def test_a_copy_has_what_the_run_placed_rows_and_sources_by(poisoned, tmp_path, 
     assert (_copied(tmp_path / "run", tmp_path / "copy", 2) / record).read_text() == "{}\n"
 
 
+@pytest.mark.slow
 def test_drafts_are_no_fault_and_without_parity_their_run_is_refused(tmp_path):
     few = {"supervised": {"steps": 0}, "algorithm": {"steps": 2}, "run": {"eval_prompts": 1, "save_every": 1}}
     drafts = {"speculate": "suffix", "max_tokens": 8, "temperature": 0.3, "prompts": 2}

@@ -268,6 +268,7 @@ def test_a_verifier_by_name_and_by_value_give_the_same(spec):
     assert found[0] == found[1] and [value for value, _ in found[0]] == [1, 0.1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_pattern_that_backtracks_without_end_meets_the_time_limit():
     with RewardPool("regex:(a+)+$", timeout=LIMIT) as pool:
         hung, fine = pool.score([(0, "", "a" * 60 + "b", {}), (1, "", "a", {})])
@@ -491,7 +492,7 @@ def script(ending):
     return textwrap.dedent(UNGUARDED).replace("ENDING", ending)
 
 
-@pytest.mark.parametrize("how", ["file", "stdin", "-c"])
+@pytest.mark.parametrize("how", ["file", "stdin", pytest.param("-c", marks=pytest.mark.slow)])
 def test_a_script_without_a_guard(tmp_path, how):
     """And without closing the pool: nothing is left when it ends."""
     text = script("")
@@ -551,7 +552,7 @@ def test_trivial_calls_go_to_the_processes_in_few_messages(monkeypatch):
 WRITES = """
 import sys, time
 from tilth.rewards.process import ScoringProgress
-progress, end = ScoringProgress(int(sys.argv[1])), time.monotonic() + 0.7
+progress, end = ScoringProgress(int(sys.argv[1])), time.monotonic() + 0.3
 place = 0
 while time.monotonic() < end:
     place = (place + 1) % 1000

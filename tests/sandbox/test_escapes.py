@@ -88,7 +88,12 @@ def outside(program, scene, folder):
     ).stdout  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n for n in ESCAPES if n != "outlive the program"])
+REPEATED = {"without end", "sleep without end", "much memory"}
+"""Limits that test_run.py has, too."""
+ATTEMPTS = [pytest.param(n, marks=[pytest.mark.slow] * (n in REPEATED)) for n in ESCAPES if n != "outlive the program"]
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
 def test_an_attempt_succeeds_outside_and_not_inside(sandbox, scene, tmp_path, name):
     if not CALLS and "libc" in ESCAPES[name]:
         pytest.skip("numbers of system calls of x86_64")

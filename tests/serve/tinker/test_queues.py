@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tilth.core.errors import DataError
+from tilth.serve.tinker import queues
 from tilth.serve.tinker.log import Record, RequestLog
-from tilth.serve.tinker.queues import FRESH, KEPT, BusyError, RequestQueue, StoredAnswer, next_of
+from tilth.serve.tinker.queues import KEPT, BusyError, RequestQueue, StoredAnswer, next_of
 
 
 def queue(folder, name="a", **more):
@@ -108,12 +109,14 @@ def test_answers_have_a_limit_of_bytes_and_the_newest_is_kept(tmp_path):
     mine = queue(tmp_path, ordered=False)
     waiting = [mine.accept(seq, "sample", b"", None, 1) for seq in range(1, 5)]
     for number in (1, 2, 3, 0):
-        mine.finish(waiting[number], StoredAnswer(bytes(FRESH // 3)))
-    assert mine.fresh > FRESH
-    mine.shorten()
-    assert list(mine.operations) == [3, 4, 1] and mine.fresh == 0
-    mine.finish(mine.accept(5, "sample", b"", None, 1), StoredAnswer(bytes(FRESH + 1)))
-    mine.shorten()
+        mine.finish(waiting[number], StoredAnswer(bytes(1000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queues, "FRESH", 3000)
+        assert mine.fresh == 4000
+        mine.shorten()
+        assert list(mine.operations) == [3, 4, 1] and mine.fresh == 0
+        mine.finish(mine.accept(5, "sample", b"", None, 1), StoredAnswer(bytes(3001)))
+        mine.shorten()
     assert list(mine.operations) == [5] == list(queue(tmp_path).operations)
 
 
