@@ -30,6 +30,7 @@ def test_an_episode_by_hand():
     assert [line for line in found.output.splitlines() if line[0] != "b"] == ["[user] 57*38", "[tool] 2166", "reward 1"]
 
 
+@pytest.mark.slow
 def test_its_json():
     found = json.loads(said("--json").stdout)
     assert [m["role"] for m in found["messages"]] == ["user", "assistant", "tool", "assistant"]

@@ -197,6 +197,7 @@ def test_the_search_prints_the_mapping_the_runner_up_and_the_keys_that_give_it()
     assert again["workers"] == sum(pool["devices"] for pool in found["best"]["pools"])
 
 
+@pytest.mark.slow
 def test_the_search_on_this_machine_measures_its_rates():
     found = as_json("addition-grpo", *SMALL, "--search", "--devices", "2", "--device-type", "here")
     assert found["device_type"] == "here" and "measured" in found["source"] and found["best"]["seconds"] > 0

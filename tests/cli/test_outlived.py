@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forked
 from tests.cli.test_whole import ENVIRONMENT, LOST, SMALL, TILTH, tilth
 from tests.patience import patience
 from tilth.runs.readers import read_metrics
@@ -67,7 +68,8 @@ def test_a_run_goes_on_where_nothing_can_be_written_from_the_start(tmp_path, whe
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    code, _, errors = tilth(folder, "run", "addition-grpo", *SMALL, "algorithm.steps=3", "run.name=a")
+    short = ["supervised.steps=1", "algorithm.steps=1", "run.name=a"]
+    code, _, errors = tilth(folder, "run", "addition-grpo", *SMALL, *short)
     assert code == 0, errors
     return folder
 
@@ -119,8 +121,8 @@ LOCAL = ["cluster.backend=local", "cluster.workers=2", "policy.layout.fsdp=2"]
 RAY = [*LOCAL, "cluster.backend=ray"]
 WITH_RAY = [pytest.mark.ray, pytest.mark.dist, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not there")]
 RARELY = [
-    pytest.param([], id="inline", marks=pytest.mark.slow),
-    pytest.param(LOCAL, id="local", marks=pytest.mark.dist),  # a controller and workers: more than inline has
+    pytest.param([], id="inline"),
+    pytest.param(LOCAL, id="local", marks=[pytest.mark.dist, pytest.mark.slow]),
     pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow]),
 ]
 
@@ -128,11 +130,11 @@ RARELY = [
 class Terminal:
     """A terminal whose shell runs one command in the foreground."""
 
-    def __init__(self, folder, *arguments, before=""):
+    def __init__(self, folder, *arguments, before="", python=TILTH[:1]):
         self.master, slave = os.openpty()
         self.run = folder / "runs/a"
         # A session's leader that opens a terminal without one of its own gets it as its controlling terminal.
-        line = f"exec <>{os.ttyname(slave)} >&0 2>&0; {before} {shlex.join([*TILTH, *arguments])}; true"
+        line = f"exec <>{os.ttyname(slave)} >&0 2>&0; {before} {shlex.join([*python, *TILTH[1:], *arguments])}; true"
         self.shell = subprocess.Popen(["sh", "-c", line], cwd=folder, env=ENVIRONMENT, start_new_session=True)
         os.set_blocking(self.master, False)
         self.shown = b""
@@ -176,7 +178,9 @@ def saved(run, state):
 
 @pytest.mark.parametrize("backend", RARELY)
 def test_a_closed_terminal_ends_a_run_with_everything_saved(tmp_path, backend):
-    terminal = Terminal(tmp_path, "run", "addition-grpo", *SMALL, *backend, "algorithm.steps=2000", "run.name=a")
+    python = TILTH[:1] if backend else forked.python()  # a supervisor is the parent of what it starts
+    command = ["run", "addition-grpo", *SMALL, *backend, "algorithm.steps=2000", "run.name=a"]
+    terminal = Terminal(tmp_path, *command, python=python)
     terminal.close()
     assert saved(terminal.run, terminal.ended()) > 6
 

@@ -321,6 +321,7 @@ def test_countdown_judges_its_own_task(folder):
     assert all(t["completions"]["other"]["value"] in (0, 0.1) for t in one["tried"])
 
 
+@pytest.mark.slow
 def test_the_recipe_of_countdown_runs(folder):
     records = [
         {"prompt": f"{a},{b},2={a * b - 2}:", "answer": f"{a}*{b}-2"} for a in range(3, 20) for b in range(3, 20)

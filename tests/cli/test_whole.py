@@ -101,6 +101,7 @@ def test_report_can_be_written_again(folder):
     assert (folder / RUN / "report.html").is_file()
 
 
+@pytest.mark.slow  # tests/runs/test_directory.py has it without a run
 def test_a_finished_run_is_not_continued(folder):
     _, out, _ = tilth(folder, "run", "addition-grpo", *SMALL, "algorithm.steps=3")
     assert "new run in runs/addition-grpo-002" in out

@@ -7,12 +7,10 @@ from tests.cluster.test_conformance import (  # noqa: F401  (fixtures, and tests
     cluster,
     echo,
     test_a_role_made_again_is_the_next_generation_and_refuses_what_was_called_before,
-    test_a_stopped_worker_is_named_by_control_messages,
     test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_that_say_so,
     test_each_rank_gets_its_own,
     test_metrics_are_those_of_the_whole,
     test_payload_goes_from_worker_to_worker,
-    test_payload_outlives_the_rank_that_made_it,
     test_rows_go_and_come_back_in_order,
 )
 from tests.config.test_plugins import write
@@ -62,8 +60,18 @@ def test_payload_that_is_still_held_at_the_end_is_a_named_error(backend, owner):
     test_conformance.test_payload_that_is_still_held_at_the_end_is_a_named_error(backend, owner)
 
 
+@pytest.mark.slow
 def test_roles_are_closed_at_the_end(backend, tmp_path):
     test_conformance.test_roles_are_closed_at_the_end(backend, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_named_by_control_messages(backend, monkeypatch):
+    test_conformance.test_a_stopped_worker_is_named_by_control_messages(backend, monkeypatch)
+
+
+def test_payload_outlives_the_rank_that_made_it(backend):
+    test_conformance.test_payload_outlives_the_rank_that_made_it(backend)
 
 
 @pytest.mark.slow  # its workers import torch

@@ -74,6 +74,7 @@ def test_what_all_workers_compute_alike_and_is_not_finite_is_blamed_on_the_data(
     assert found["checkpoint"] == 4 and "row" in verdict["evidence"]
 
 
+@pytest.mark.slow
 def test_a_record_that_does_not_come_back_is_a_fault_that_has_gone(poisoned, tmp_path):
     other = tmp_path / "tiny-001"
     shutil.copytree(poisoned, other)
@@ -93,20 +94,19 @@ def test_what_cannot_be_replayed_is_refused(poisoned, tmp_path):
         replay(poisoned, 2, run_recipe)
     with raises(DataError, "--ranks"):
         replay(poisoned, 3, run_recipe, ranks=[1])
-    drafts = tmp_path / "drafts"
-    shutil.copytree(poisoned, drafts)
-    recipe = (poisoned / "recipe.toml").read_text()
-    (drafts / "recipe.toml").write_text(recipe.replace('speculate = "off"', 'speculate = "suffix"'))
-    with raises(DataError, "rollout.speculate"):
-        replay(drafts, 3, run_recipe)
     refused = CliRunner().invoke(app, ["guard", "replay", str(poisoned), "--step", "3", "--ranks", "a"])
     assert refused.exit_code == 2 and "--ranks" in refused.output
 
 
-def test_a_run_that_follows_clocks_is_refused(tmp_path):
+def test_a_run_that_follows_clocks_or_draws_without_parity_is_refused(tmp_path):
     few = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}, "run": {"eval_prompts": 1}}
     run = tiny.run(tiny.recipe(tmp_path, rollout={"staleness": 1}, **few)).directory
     with raises(DataError, "rollout.staleness"):
+        replay(run, 1, run_recipe)
+    recipe = (run / "recipe.toml").read_text()
+    synchronous = recipe.replace("staleness = 1", "staleness = 0").replace('speculate = "off"', 'speculate = "suffix"')
+    (run / "recipe.toml").write_text(synchronous)
+    with raises(DataError, "rollout.speculate"):
         replay(run, 1, run_recipe)
 
 

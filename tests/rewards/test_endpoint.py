@@ -114,7 +114,10 @@ def test_mathematical_equivalence(completion, answer, value):
     assert load_reward("math_equal")("", completion, {"answer": answer}) == value
 
 
-@pytest.mark.parametrize("completion", ["9**9**9**9", r"\boxed{9^{9^{9}}}", r"$\binom{99999999}{4999999}$"])
+LATE = ["9**9**9**9", r"$\binom{99999999}{4999999}$", pytest.param(r"\boxed{9^{9^{9}}}", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("completion", LATE)
 def test_an_answer_that_takes_too_long_is_wrong(completion, monkeypatch):
     pytest.importorskip("math_verify")
     monkeypatch.setattr(verifiers, "MATH_SECONDS", 0.1)

@@ -88,7 +88,8 @@ def test_a_run_has_a_file_of_them_and_says_where(tmp_path, capfd, cluster):
 
     watcher = tiny.Recorder()
     more = {"cluster": cluster, "policy": {"layout": {"fsdp": 2}}} if cluster else {}
-    result = tiny.run(tiny.recipe(tmp_path, **more), reward=reward, callbacks=[watcher])
+    short = {"supervised": {"steps": 1}, "algorithm": {"steps": 3}}
+    result = tiny.run(tiny.recipe(tmp_path, **short, **more), reward=reward, callbacks=[watcher])
     text = Path(result.directory / "reward.log").read_text()
     assert text.count("scoring ") == len(text.splitlines()) > 100
     assert sum("the reward function's output is in" in said for said in watcher.messages) == 1

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import RewardError
 from tilth.rewards import process_pool
 from tilth.rewards.process import ScoringProgress
@@ -156,7 +157,7 @@ EXPECTED = {
 }
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.sampled_from([*EXPECTED, *["ok", "parts", "raise"] * 4]), max_size=24), st.booleans())
 def test_outcomes_are_in_the_order_of_items(pool, pair, completions, two):
     outcomes = (pair if two else pool).score(items(*completions))
@@ -258,7 +259,7 @@ def test_several_rewards_with_their_weights(tmp_path, monkeypatch):
     assert [found[0].value, found[-1].parts["correct"], found[-1].parts["format"]] == [pytest.approx(1.3), 0, 1]
 
 
-@pytest.mark.parametrize("spec", ["countdown:0.1", {"countdown:0.1": 1.0}])
+@pytest.mark.parametrize("spec", ["countdown:0.1", pytest.param({"countdown:0.1": 1.0}, marks=pytest.mark.slow)])
 def test_a_verifier_by_name_and_by_value_give_the_same(spec):
     from tilth.rewards.functions import load_reward
 
@@ -275,6 +276,7 @@ def test_a_pattern_that_backtracks_without_end_meets_the_time_limit():
     assert hung.status == "timeout" and fine.value == 1 and hung.reason == "took longer than 0.5 s"
 
 
+@pytest.mark.slow
 def test_of_several_by_value_the_one_that_hangs_is_named():
     from tilth.rewards.functions import load_reward
 

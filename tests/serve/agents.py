@@ -73,11 +73,13 @@ class Teams(tilth.Agent):
         return score(self.said)
 
 
-class Odd(tilth.Agent):
-    """An agent that does what ``info["how"]`` says."""
+class Odd(Streams):
+    """An agent that does what ``info["how"]`` says, or plays."""
 
     def run(self, info, base_url, api_key, model):
-        self.parts, self.how = {}, info["how"]
+        self.parts, self.how = {}, info.get("how")
+        if self.how is None:
+            return super().run(info, base_url, api_key, model)
         self.client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
         self.messages = [{"role": "user", "content": info["prompt"]}]
         self.model = model
@@ -92,6 +94,8 @@ class Odd(tilth.Agent):
         return super().step(message)
 
     def reward(self):
+        if self.how is None:
+            return super().reward()
         if self.how == "too_late":
             self.go_on()
             self.parts = {"late": float(self.refused().status_code), "torch": float("torch" in sys.modules)}

@@ -69,16 +69,24 @@ def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None, ids=N
     return [player.results[one.id] for one in requests]
 
 
-def test_the_same_game_is_the_same_trajectory():
+@pytest.fixture(scope="module")
+def echo():
+    pool = opened("Echo", rollout={**ROLLOUT, "serve": False})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def odd():
+    pool = opened("Odd", timeout=patience(20))
+    yield pool
+    pool.close()
+
+
+def test_the_same_game_is_the_same_trajectory(echo, odd):
     """By the client of threads and by the asynchronous one, in turn."""
     infos = [{"prompt": f"What is {i}?", "streams": i % 2 == 1} for i in range(6)]
-    found = []
-    for name in ("Echo", "Streams"):
-        pool = opened(name, rollout={**ROLLOUT, "serve": name != "Echo"})
-        try:
-            found.append(play(pool, infos))
-        finally:
-            pool.close()
+    found = [play(pool, infos) for pool in (echo, odd)]
     assert {one.turns for one in found[0][::2]} & {one.turns for one in found[0][1::2]} & {2, 3}
     for one, two in zip(*found, strict=True):
         a, b = one.trajectory, two.trajectory
@@ -98,18 +106,14 @@ def teams():
 LONG = {"turns": 20, "context": 500, "max_tokens": 40}
 
 
-def test_conversations_of_an_episode_are_those_of_episodes(teams):
+def test_conversations_of_an_episode_are_those_of_episodes(teams, echo):
     """Each is the episode of an environment, token by token; and so is one that pauses between its turns."""
     infos = [{"prompt": f"What is {i}?"} for i in range(3)]
-    pool = opened("Echo", rollout={**ROLLOUT, "serve": False})
-    try:
-        apart = [
-            play(pool, [{"prompt": info["prompt"] + " Help!" * (at == 1)} for info in infos],
-                 ids=[stream_id("conversation", i, at) if at else i for i in range(3)], **LONG)
-            for at in range(3)
-        ]  # fmt: skip
-    finally:
-        pool.close()
+    apart = [
+        play(echo, [{"prompt": info["prompt"] + " Help!" * (at == 1)} for info in infos],
+             ids=[stream_id("conversation", i, at) if at else i for i in range(3)], **LONG)
+        for at in range(3)
+    ]  # fmt: skip
     whole, paused = play(teams, infos, **LONG), play(teams, infos, partial=5, **LONG)
     for row, (one, other) in enumerate(zip(whole, paused)):
         t = one.trajectory
@@ -131,13 +135,6 @@ def test_calls_side_by_side_wait_for_each_other(teams):
     three, many = play(teams, [{**beside, "games": 3}, {**beside, "games": 5}], **LONG)
     assert len(three.trajectory.opened) == 2 and three.turns == 9 and three.trajectory.reward is not None
     assert many.trajectory.reward is None and "conversations = 4" in many.reason
-
-
-@pytest.fixture(scope="module")
-def odd():
-    pool = opened("Odd", timeout=patience(20))
-    yield pool
-    pool.close()
 
 
 def test_failures_are_the_episodes_own(odd):

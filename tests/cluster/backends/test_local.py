@@ -167,7 +167,7 @@ def test_the_limit_is_that_of_each_call_not_of_the_queue(watched):
 
 
 @pytest.mark.parametrize("how, error, key", [
-    ("raise", DataError, "faulty.data"),
+    pytest.param("raise", DataError, "faulty.data", marks=pytest.mark.slow),
     ("kill", WorkerLost, "faulty.reduce"),
 ])  # fmt: skip
 def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, key):
@@ -178,7 +178,7 @@ def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, key):
 
 
 @pytest.mark.parametrize("how, fact", [
-    ("stop", r"stopped\): in faulty.reduce .*; stopped by a signal; kill -CONT"),
+    pytest.param("stop", r"stopped\): in faulty.reduce .*; stopped by a signal; kill -CONT", marks=pytest.mark.slow),
     ("sleep", r"sleeping\): in faulty.reduce .*\n +File .*workers.py\", line \d+ in reduce"),
     pytest.param("hold", r"sleeping\): in faulty.reduce .*\n +File .*workers.py", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -193,6 +193,7 @@ def test_who_does_not_come_to_a_collective_is_named_and_not_who_waits_for_it(how
     watched.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_where_the_collective_ends_long_before_the_call():
     """As of a call that does much before it: what comes first is the word of the one that waited."""
     watched = Watched(60.0)
@@ -253,9 +254,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("how", [
-    "group.stop(1)",
+    pytest.param("group.stop(1)", marks=pytest.mark.slow),
     "group.hold(0, 600)",
-    "pass",
+    pytest.param("pass", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_killed_controller_leaves_nothing(how):
     """Whatever its workers do: wait, hold the GIL, or are stopped."""
@@ -390,7 +391,7 @@ def test_a_failure_inside_a_scope_is_what_is_raised(watched):
         watched.group.kill(1)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_reaper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch, capfd, how):
     monkeypatch.setattr("tilth.cluster.backends.local.END", 2.0)
     watched = Watched(60.0)
@@ -411,7 +412,10 @@ def test_imports_do_not_count_against_the_limit_of_a_call(tmp_path, monkeypatch)
         assert len(cluster.group("echo", "slow_to_import:echo", {"scale": float}).pid()) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+ENDS = [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))]
+
+
+@pytest.mark.parametrize("number", ENDS)
 def test_a_worker_leaves_an_interrupt_to_the_controller(watched, number):
     pids = watched.echo.pid()
     for pid in pids:
@@ -442,7 +446,7 @@ with open_cluster("local", 2, timeout=600.0) as cluster:
 """
 
 
-@pytest.mark.parametrize("how, closed", [("pass", 2), ("group.sleep(600)", 0)])
+@pytest.mark.parametrize("how, closed", [("pass", 2), pytest.param("group.sleep(600)", 0, marks=pytest.mark.slow)])
 def test_an_interrupted_controller_leaves_nothing(tmp_path, how, closed):
     """Idle workers close their roles; those that are at work are killed."""
     program = [*forked.python(), "-c", INTERRUPTED.replace("HOW", how), str(tmp_path)]

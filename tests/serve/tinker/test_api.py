@@ -202,6 +202,7 @@ def test_any_number_of_samples_may_be_asked_for_at_once_and_training_goes_on(mod
         assert scores[7].result()[1:] == pytest.approx(alone[1:], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_are_trained_and_sampled_from(tmp_path):
     """The engine of all samplers serves them; its log-probs are those of the trained model."""
     experts = {"num_experts": 3, "experts_per_token": 2, "expert_size": 16, "expert_layers": (0, 1)}

@@ -155,6 +155,7 @@ def test_a_request_that_kills_each_worker_fails_and_those_behind_it_do_not(model
     assert calm.keys() == struck.keys() and all(torch.equal(calm[name], struck[name]) for name in calm)
 
 
+@pytest.mark.slow
 def test_a_run_begins_at_its_checkpoint_though_the_worker_dies(model, tmp_path, monkeypatch):
     with serving(model, tmp_path, name="Org/small") as server:
         trained, _ = run(service(server), rank=4, seed=3, steps=1)

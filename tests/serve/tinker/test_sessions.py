@@ -42,7 +42,10 @@ def calm(model, tmp_path_factory):
         return [saved(server, run(service(server), steps=4, rank=4, seed=seed)[0]) for seed in (1, 2)]
 
 
-@pytest.mark.parametrize("limits", [{"idle": 0.2}, {"models": 1}], ids=["idle", "models"])
+LIMITS = [pytest.param({"idle": 0.2}, id="idle"), pytest.param({"models": 1}, id="models", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
 def test_a_model_that_left_the_worker_comes_back_with_all_its_bits(model, tmp_path, calm, limits):
     with serving(model, tmp_path, name="Org/small", **limits) as server:
         client = service(server)
