@@ -25,7 +25,10 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("file", BROKEN)
+ONCE = ["run.json", pytest.param("checkpoints/best.json", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("file", ONCE)
 def test_a_broken_run_hides_no_other(file, runs):
     damage(runs / "b", file)
     result = call("ckpt", "ls", runs)

@@ -159,7 +159,7 @@ def test_a_run_is_asked_what_it_held_out_by_its_own_reward(run):
 def test_what_the_run_said_of_itself_is_found_again(tmp_path, precision, near):
     """Its last held-out accuracy, in its own precision; in bf16 other company may turn two of 20 answers."""
     made = tiny.recipe(
-        tmp_path, supervised={"steps": 60, "check_every": 60, "lr": 1e-2}, algorithm={"steps": 1},
+        tmp_path, supervised={"steps": 25, "check_every": 25, "lr": 2e-2}, algorithm={"steps": 1},
         run={"eval_prompts": 1000}, train={"precision": precision},
     )  # fmt: skip
     done = tiny.run(made, reward=None)

@@ -172,6 +172,7 @@ def test_what_generates(overrides, expected):
     assert generating(load_recipe("addition-grpo", overrides)) is expected
 
 
+@pytest.mark.slow
 def test_more_workers_than_a_screen():
     text = printed("addition-grpo", *SMALL, FOUR[0], FOUR[2], "cluster.workers=64", "policy.layout.fsdp=8")
     assert "and 32 more; --json has all" in text and "... 8 groups" in text and "0-7 | 8-15" in text

@@ -163,6 +163,7 @@ def test_the_group_s_commands_stay(run):
     assert call("whatif", run.parent / "no").stderr == f"error: no trace at {run.parent / 'no'}\n"
 
 
+@pytest.mark.slow
 def test_no_torch(run):
     code = (
         "import sys; from typer.testing import CliRunner; from tilth.cli.main import app; "

@@ -70,13 +70,14 @@ def test_a_stopped_worker_is_named_by_control_messages(backend, monkeypatch):
     test_conformance.test_a_stopped_worker_is_named_by_control_messages(backend, monkeypatch)
 
 
+@pytest.mark.slow
 def test_payload_outlives_the_rank_that_made_it(backend):
     test_conformance.test_payload_outlives_the_rank_that_made_it(backend)
 
 
 @pytest.mark.slow  # its workers import torch
-def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):  # noqa: F811
-    test_conformance.test_a_generation_in_flight_is_looked_at_and_aborted(cluster)
+def test_a_generation_is_looked_at_and_aborted_between_rounds(cluster):  # noqa: F811
+    test_conformance.test_a_generation_is_looked_at_and_aborted_between_rounds(cluster)
 
 
 def test_a_recipe_chooses_it_by_name(backend):

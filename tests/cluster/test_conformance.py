@@ -349,7 +349,7 @@ def test_bytes_through_the_controller_do_not_grow_with_the_tokens(cluster, echo,
     assert abs(sizes[0] - sizes[1]) < 2 and max(sizes) <= 200 * (2 if cluster.workers > 1 else 1)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=[pytest.mark.dist, pytest.mark.slow])])
 def test_every_worker_writes_its_trace_and_collects_when_all_do(tmp_path, workers):
     from tilth.analysis.read import read_events
 
@@ -554,6 +554,7 @@ def test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_tha
     assert group.status() == ["here"] * cluster.workers  # nothing of this ends a worker
 
 
+@seldom_with_ray
 def test_a_probe_shows_the_operation_that_a_worker_is_in(backend):
     with open_cluster(*backend, timeout=60.0) as cluster:
         if not isinstance(cluster.backend, RepairableBackend):

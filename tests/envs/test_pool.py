@@ -247,6 +247,7 @@ def test_the_start_of_a_process_counts_in_no_episodes_limit(pool, monkeypatch):
     assert take(pool, 1)[0].status == "ok"
 
 
+@pytest.mark.slow
 def test_an_episode_alone_in_a_process_that_was_stopped_begins_again(pool):
     begin(pool, 0)
     say(pool, e0="a")

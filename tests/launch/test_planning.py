@@ -54,6 +54,7 @@ def test_the_search_knows_the_lengths_of_given_answers_and_divides_the_longest(t
         assert planning.example_lengths(from_dict({**given, **other})) is None
 
 
+@pytest.mark.slow
 def test_a_run_with_the_search(tmp_path):
     result = run_recipe(recipe_in(tmp_path, search=True), name="found")
     written = load_recipe(str(result.directory / "recipe.toml"))

@@ -447,6 +447,7 @@ def test_workers_are_profiled_on_the_ranks_that_were_named(tmp_path):
     assert {"policy.sft_step", "call", "forward"} <= found and any("reduce_scatter" in name for name in found)
 
 
+@pytest.mark.slow
 def test_a_profile_is_named_in_the_trace(tmp_path):
     directory = run(recipe(tmp_path, supervised={"steps": 3}, run={"profile": "2:3"})).directory
     events = load(directory)

@@ -379,6 +379,7 @@ def test_a_wall_clock_that_jumps_loses_no_time(tmp_path):
         assert 0.0 <= one._after(-signal.SIGKILL).death.lost < 60.0
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_recipe_is_told_as_ever(tmp_path):
     with start(tmp_path, "policy.layout.fsdp=3") as process:
         _, errors = process.communicate(timeout=patience(60))

@@ -88,9 +88,9 @@ def outside(program, scene, folder):
     ).stdout  # fmt: skip
 
 
-REPEATED = {"without end", "sleep without end", "much memory"}
-"""Limits that test_run.py has, too."""
-ATTEMPTS = [pytest.param(n, marks=[pytest.mark.slow] * (n in REPEATED)) for n in ESCAPES if n != "outlive the program"]
+SELDOM = {"without end", "sleep without end", "much memory", "empty files without number"}
+"""Limits that test_run.py has, too, and one that takes as long as ten others."""
+ATTEMPTS = [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in ESCAPES if n != "outlive the program"]
 
 
 @pytest.mark.parametrize("name", ATTEMPTS)

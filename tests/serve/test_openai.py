@@ -102,7 +102,7 @@ def test_no_part_of_a_stop_string_is_sent_before_it_is_whole():
             assert kept.startswith(sent.sent), (stop, text)
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_text_of_a_token_behind_a_stop_string_is_sent(client, model, chat):
     ask = client.chat.completions.create if chat else client.completions.create
     asked = {

@@ -105,6 +105,7 @@ def test_no_workers():
         open_cluster("ray", 0)
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_ray_is_not_imported_before_it_is_asked_for():
     program = (
         "import sys; import tilth.cli.run\n"

@@ -91,7 +91,10 @@ def weights_of(server, trained, name):
     return read_state(folder)[0]
 
 
-@pytest.mark.parametrize("rank", [4, 0], ids=["lora", "full"])
+RANKS = [pytest.param(4, id="lora"), pytest.param(0, id="full", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_loop_through_the_sdk_is_the_loop_in_process_bit_for_bit(server, client, model, rank):
     trained, found = run(client, rank=rank, seed=3)
     loaded = load_model(model)

@@ -168,6 +168,7 @@ def test_a_run_begins_at_its_checkpoint_though_the_worker_dies(model, tmp_path, 
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_a_request_behind_a_load_waits_while_the_load_is_tried_again(model, tmp_path, monkeypatch):
     with serving(model, tmp_path, name="Org/small") as server:
         trained, _ = run(service(server), rank=4, seed=3, steps=1)
