@@ -45,6 +45,7 @@ def declared():
 # Those that name their backends would run here once for each of them. Some are slow: their processes are no forks.
 
 
+@pytest.mark.slow
 def test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path):
     test_conformance.test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path)
 
