@@ -115,9 +115,9 @@ class Turns:
     def requests(self, *, wait):
         self.late -= wait
         if self.late >= 0 and wait:
-            return [], []
+            return [], [], []
         ready, self.ready, unwanted, self.unwanted = self.ready, [], self.unwanted, []
-        return [Request(i, [3], SamplingParams(max_tokens=3)) for i in ready], unwanted
+        return [Request(i, [3], SamplingParams(max_tokens=3)) for i in ready], unwanted, []
 
     def take(self, finished):
         ended = []

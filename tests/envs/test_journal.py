@@ -3,6 +3,8 @@
 import pytest
 
 from tests.envs.test_pool import TALKER, begin, contents, say, take
+from tests.errors import raises
+from tilth.core.errors import DataError
 from tilth.envs.journal import KEPT, ObservationJournal
 from tilth.envs.pool import EnvironmentPool
 
@@ -17,12 +19,12 @@ def pool():
 
 
 def test_known_answers_come_without_the_environment(pool, tmp_path):
-    pool.keep(ObservationJournal(tmp_path, [0, 1], "version 1"))
+    pool.keep(ObservationJournal.of_call(tmp_path, [0, 1], "version 1"))
     begin(pool, 0, 1)
     first = contents(say(pool, e0="new")[0])  # another time would be another answer
     pool.end(0)
     pool.end(1)
-    pool.keep(ObservationJournal(tmp_path, [0, 1], "version 1"))
+    pool.keep(ObservationJournal.of_call(tmp_path, [0, 1], "version 1"))
     pool._children[0].send = None  # nobody is asked
     begin(pool, 0, 1)
     assert contents(say(pool, e0="new")[0]) == first
@@ -31,7 +33,7 @@ def test_known_answers_come_without_the_environment(pool, tmp_path):
 
 def test_what_follows_is_asked_of_an_environment_that_has_heard_the_rest(pool, tmp_path):
     for more in (["a", "b"], ["a", "b", "c"]):
-        pool.keep(ObservationJournal(tmp_path, [0], "version 1"))
+        pool.keep(ObservationJournal.of_call(tmp_path, [0], "version 1"))
         begin(pool, 0)
         found = [contents(say(pool, e0=text)[0]) for text in more]
         if len(more) < 3:
@@ -43,21 +45,86 @@ def test_what_follows_is_asked_of_an_environment_that_has_heard_the_rest(pool, t
 
 def test_another_turn_goes_another_way(pool, tmp_path):
     for said in (["a", "b"], ["a", "x", "c"]):
-        pool.keep(ObservationJournal(tmp_path, [0], "version 1"))
+        pool.keep(ObservationJournal.of_call(tmp_path, [0], "version 1"))
         begin(pool, 0)
         found = [contents(say(pool, e0=text)[0]) for text in said]
         pool.end(0)
     assert found == [["1 a"], ["2 x"], ["3 c"]]
 
 
+def attempt(folder, number, rank=0, **how):
+    return ObservationJournal.of_attempt(folder, number, rank, **how)
+
+
+def test_an_episode_of_an_asynchronous_run_goes_on_where_its_newest_course_ended(pool, tmp_path):
+    """On any rank, and only if it is to go on; what a later attempt heard otherwise voids the rest."""
+    for number, rank, said in ((1, 0, "abc"), (2, 1, "ax"), (3, 0, "")):
+        journal = attempt(tmp_path, number, rank)
+        journal.recall([0, 1], 0)
+        pool.keep(journal)
+        begin(pool, 0)
+        found = [contents(say(pool, e0=text)[0]) for text in said]
+        pool.end(0)
+    assert found == [] and [heard.value for heard in journal._all[0]][2]["messages"][0]["content"] == "2 x"
+    pool.keep(journal)
+    begin(pool, 0)  # nothing is known of one that begins once more
+    assert (tmp_path / "attempt-000003-rank-0.jsonl").read_text().count("begin") == 1
+    last = attempt(tmp_path, 4)
+    last.recall([0], 1)
+    assert not last.known  # lower ids are not read
+    last = attempt(tmp_path, 4)
+    last.recall([0], 0)
+    assert [heard.asked.op for heard in last.known[0]] == ["begin"]
+
+
+@pytest.mark.parametrize("said", ["raise", "hang"])
+def test_a_failure_is_repeated(pool, tmp_path, said):
+    pool.timeout = 1.0
+    for _ in range(2):
+        pool.keep(ObservationJournal.of_call(tmp_path, [0], "version 1"))
+        begin(pool, 0)
+        found = say(pool, e0=said)[0]
+        for child in pool._children:
+            child.send = None  # nobody is asked any more
+        assert found.status == {"raise": "error", "hang": "timeout"}[said] and found.reason and found.value is None
+    pool._children.clear()
+
+
+def test_a_failure_while_the_policy_writes_is_repeated_in_place_of_the_answer_before(pool, tmp_path):
+    pool.keep(ObservationJournal.of_call(tmp_path, [0], "version 1"))
+    begin(pool, 0)
+    say(pool, e0="a")
+    pool._fail(pool._episodes[0], "its process died", "died")
+    pool.keep(ObservationJournal.of_call(tmp_path, [0], "version 1"))
+    begin(pool, 0)
+    answer = say(pool, e0="a")[0]
+    assert (answer.status, answer.reason, answer.value) == ("died", "its process died", None)
+
+
+def test_a_replay_asks_environments_nothing(pool, tmp_path):
+    pool.keep(attempt(tmp_path, 1))
+    begin(pool, 0)
+    say(pool, e0="a")
+    pool.end(0)
+    for more in ("a", "b"):
+        journal = attempt(tmp_path, 2, complete=True)
+        journal.recall([0], 0)
+        pool.keep(journal)
+        begin(pool, 0)
+        if more == "a":
+            assert contents(say(pool, e0="a")[0]) == ["1 a"]
+    with raises(DataError, "observations"):
+        say(pool, e0="b")
+
+
 def test_files_of_other_calls_torn_lines_and_old_calls(tmp_path):
-    one = ObservationJournal(tmp_path, [0], "version 1")
+    one = ObservationJournal.of_call(tmp_path, [0], "version 1")
     one.close()
-    one.path.write_text('[0, "begin", {}, 5]\n[0, "step", {}, 6')
-    assert not ObservationJournal(tmp_path, [0], "version 2").known
-    assert not ObservationJournal(tmp_path, [1], "version 1").known
-    again = ObservationJournal(tmp_path, [0], "version 1")
-    assert [value for _, value in again.known[0]] == [5] and again.path.read_text() == '[0, "begin", {}, 5]\n'
+    one.path.write_text('[0, "begin", {}, 5, 0, "", "ok"]\n[0, "step", {}, 6')
+    assert not ObservationJournal.of_call(tmp_path, [0], "version 2").known
+    assert not ObservationJournal.of_call(tmp_path, [1], "version 1").known
+    again = ObservationJournal.of_call(tmp_path, [0], "version 1")
+    assert [heard.value for heard in again.known[0]] == [5] and again.path.read_text().count("\n") == 1
     for i in range(9):
-        ObservationJournal(tmp_path, [i], "version 3").close()
+        ObservationJournal.of_call(tmp_path, [i], "version 3").close()
     assert len(list(tmp_path.glob("*.jsonl"))) <= KEPT + 1

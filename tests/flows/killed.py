@@ -37,7 +37,9 @@ BEHIND = {
     "rollout": {"staleness": 2, "max_tokens": 40, "group": 2, "max_rows": 16},
     "run": {"save_every": 2},
 }
-FLOWS = {"grpo": {}, "ppo": PPO, "episodes": EPISODES, "behind": BEHIND}
+BOTH = EPISODES | BEHIND | {"model": {"context": 80}, "algorithm": {"steps": 6}}
+BOTH["rollout"] = EPISODES["rollout"] | BEHIND["rollout"] | {"max_tokens": 16, "prompts": 4}
+FLOWS = {"grpo": {}, "ppo": PPO, "episodes": EPISODES, "behind": BEHIND, "episodes behind": BOTH}
 POINTS = {
     "generating": (Engine, "poll"),
     "training": (Optimizers, "step"),

@@ -10,11 +10,14 @@ import pytest
 from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.flows import tiny
+from tests.flows.killed import FLOWS
 from tests.flows.test_async_cluster import POOLS
 from tests.flows.test_async_sampler import check_once, members, numbers, rows, state
-from tests.flows.test_episodes import Falls
+from tests.flows.test_episodes import PLUGIN, Falls
 from tests.flows.test_episodes import recipe as episodes
 from tests.flows.test_fapo import TOLD
+from tests.flows.test_replay import check_same, versions
+from tests.flows.test_resume import kill_and_resume
 from tests.serve.test_agent import runs as agents
 from tilth.core.errors import DataError, PluginError
 from tilth.data.prompts import PromptSet
@@ -68,7 +71,6 @@ def test_each_episode_is_consumed_once_in_a_whole_group(ran):
     records = read_metrics(ran.directory)
     assert [record["staleness/max"] for record in records] == [0, 1, 1, 1]
     assert sum(record["reward/missing"] for record in records) > 0
-    assert not (ran.directory / "observations").exists()
 
 
 def test_weights_change_within_episodes(ran):
@@ -80,10 +82,63 @@ def test_weights_change_within_episodes(ran):
     assert sum(counted) == chosen
 
 
-def test_episodes_have_no_replay():
+def test_a_run_without_a_journal_of_environments_is_not_repeated():
     who = SimpleNamespace(recipe=SimpleNamespace(rollout=SimpleNamespace(environment="echo")))
     with raises(DataError, "rollout.environment"):
         RunReplay.of(Path("nowhere"), who)
+
+
+DRAWS = PLUGIN.replace('"content": "1+1="', '"content": draw() + "="')
+DRAWS = DRAWS.replace(
+    '{"reward": sum(len(said) for said in self.said) % 3', '{"reward": random.SystemRandom().random()'
+)
+DRAWS += """
+import random
+
+def draw():
+    return f"{random.SystemRandom().randrange(10)}+{random.SystemRandom().randrange(10)}"
+"""
+
+
+def exact(folder, text=DRAWS, **sections):
+    """Episodes of environments that draw at random, in bits that do not depend on what is beside them."""
+    return recipe(folder, 2, text=text, train={"parity": True, "threads": 1}, **sections)
+
+
+def test_a_replay_hears_what_environments_have_said(tmp_path):
+    """They are asked nothing, and those that failed fail again."""
+    made = exact(tmp_path)
+    run = tiny.run(made, name="run", reward=None)
+    assert max(record["staleness/max"] for record in read_metrics(run.directory)) == 2
+    assert versions(run.directory)[2] > 3 and any(row["reward"] is None for row in rows(run).values())
+    again = tiny.run(made, name="again", reward=None, replay=run.directory)
+    check_same(run, again)
+    check_same(run, tiny.run(made, name="third", reward=None, replay=again.directory))
+    observed = (again.directory / "observations").glob("attempt-*.jsonl")
+    assert [path.name for path in observed] == ["attempt-000001-rank-0.jsonl"]
+    path = run.directory / "observations" / "attempt-000001-rank-0.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-9]))
+    with raises(DataError, "observations"):
+        tiny.run(made, name="torn", reward=None, replay=run.directory)
+
+
+def drawn_by(row, spans):
+    """Version of each token that the policy chose."""
+    return [[v for first, v in spans if first <= at][-1] for at, mask in enumerate(row["mask"]) if mask]
+
+
+def check_resumed(result):
+    """Some episodes have gone on, with the tokens that versions before have drawn."""
+    found = {e.fields["id"]: e.fields for e in read_events(result.directory / EVENTS) if e.kind == "resume"}
+    assert sum(record["samples/resumed"] for record in read_metrics(result.directory)) == len(found)
+    ends, before = spans(result), 0
+    for i, one in found.items():
+        by, count = drawn_by(rows(result)[i], ends[i]), one["tokens"]
+        assert 0 < count <= len(by)
+        assert all(version <= one["version"] for version in by[:count])
+        assert all(version >= one["version"] for version in by[count:])
+        before += by[0] < one["version"]
+    assert before
 
 
 @pytest.mark.slow
@@ -135,15 +190,77 @@ def test_agents_with_several_conversations_are_those_of_a_synchronous_run(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_that_falls_begins_its_open_episodes_again(tmp_path):
-    made = recipe(tmp_path, 2, algorithm={"steps": 6})
+def test_agents_with_several_conversations_are_repeated(tmp_path):
+    """Each conversation stops where later versions went on with it."""
+    how = {"staleness": 2, "turns": 12, "max_tokens": 24, "prompts": 4, "group": 2, "max_rows": 8}
+    more = {"algorithm": {"steps": 4}, "supervised": {"steps": 0}, "train": {"parity": True, "threads": 1}}
+    made = agents(tmp_path, "Teams", rollout=how, model={"context": 500}, **more)
+    run = tiny.run(made, reward=None, name="run")
+    assert any(row["conversations"] is not None for row in rows(run).values())
+    assert sum(count for number, count in versions(run.directory).items() if number > 1) > 3
+    check_same(run, tiny.run(made, reward=None, name="again", replay=run.directory))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inflight", ["update", "finish"])
+def test_open_episodes_go_on_after_a_fall(tmp_path, inflight):
+    """With their turns and what they have heard; a replay that falls too has the same."""
+    made = exact(tmp_path, PLUGIN, rollout={"inflight": inflight}, algorithm={"steps": 6})
+    for name, more in (("run", {}), ("again", {"replay": tmp_path / "run-001"})):
+        with pytest.raises(PluginError):
+            tiny.run(made, reward=None, name=name, callbacks=[Falls(3)], **more)
+        assert state(SimpleNamespace(directory=tmp_path / f"{name}-001")).flying or more
+        result = tiny.run(made, reward=None, name=name, **more)
+        check_turns(result)
+        if more:
+            check_same(run, result)
+        else:
+            run = result
+            check_once(result, 6, prompts=4)
+    if inflight == "update":
+        check_resumed(run)
+    else:
+        assert all(len(one) == 1 for one in spans(run).values())
+    assert not [*(run.directory / "flying").glob("*.bin")]
+
+
+@pytest.mark.slow
+def test_episodes_say_after_a_fall_what_they_would_have_said(tmp_path):
+    """Under weights that stay."""
+    still = {"optimizer": {"lr": 0.0}, "train": {"parity": True}, "algorithm": {"steps": 6}}
+    whole = rows(tiny.run(recipe(tmp_path / "exact", 0, **still), reward=None))
+    forget()
+    with pytest.raises(PluginError):
+        tiny.run(recipe(tmp_path / "behind", 2, **still), reward=None, callbacks=[Falls(3)])
+    result = tiny.run(recipe(tmp_path / "behind", 2, **still), reward=None)
+    assert sum(record["samples/resumed"] for record in read_metrics(result.directory)) > 3
+    for i, row in rows(result).items():
+        for name in ("tokens", "mask", "logprobs", "reward", "parts", "finish", "prompt"):
+            assert row[name] == whole[i][name], name
+
+
+@pytest.mark.slow
+def test_an_episode_whose_environment_is_not_the_same_again_begins_anew(tmp_path):
+    """No reward is missing for it, and a replay has the new course."""
+    made = exact(tmp_path, DRAWS.replace('endswith("7")', 'endswith("none")'), algorithm={"steps": 6})
     with pytest.raises(PluginError):
         tiny.run(made, reward=None, name="run", callbacks=[Falls(3)])
-    (folder,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
-    assert state(SimpleNamespace(directory=folder)).flying
-    result = tiny.run(made, reward=None, name="run")
-    check_once(result, 6, prompts=4)
-    check_turns(result)
+    run = tiny.run(made, reward=None, name="run")
+    check_once(run, 6, prompts=4)
+    assert any(event.kind == "resume" for event in read_events(run.directory / EVENTS))
+    journal = (run.directory / "observations" / "attempt-000002-rank-0.jsonl").read_text()
+    assert journal.count('"differs"') > 0 == sum(record["reward/missing"] for record in read_metrics(run.directory))
+    check_same(run, tiny.run(made, name="again", reward=None, replay=run.directory))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "call"), [("generating", 110), ("publishing", 5), ("committing", 4)])
+def test_episodes_go_on_after_the_death_of_the_controller(tmp_path, point, call):
+    kill_and_resume(tmp_path, point, call, "episodes behind")
+    run = SimpleNamespace(directory=tmp_path / "tiny-001")
+    check_once(run, 6, prompts=4)
+    check_resumed(run)
+    check_same(run, tiny.run(tiny.recipe(tmp_path, **FLOWS["episodes behind"]), name="again", replay=run.directory))
 
 
 @pytest.mark.slow

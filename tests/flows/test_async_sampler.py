@@ -336,8 +336,7 @@ def test_the_log_has_what_became_of_each_sample(resumed):
     for step in range(1, 7):
         assert [one.id for one in log.batch(step)] == sorted(i for i, row in found.items() if row["step"] == step)
     parts = [part for version in range(8) for part in log.parts(version)]
-    assert {part.id: part.stop for part in parts if part.ends} == {i: len(row["tokens"]) for i, row in found.items()}
-    assert len(parts) > len(found)
+    assert sorted(part.id for part in parts if not part.stops) == sorted(found) and len(parts) > len(found)
     kinds = Counter(event.kind for event in read_events(resumed.directory / EVENTS))
     assert kinds["admit"] == kinds["consume"] == 72 <= kinds["finish"] and not kinds["drop"] and kinds["publish"] >= 6
 

@@ -45,7 +45,7 @@ class Part:
         ended = [i for i, n in self.left.items() if n <= 0]
         for i in ended:
             del self.left[i]
-        return {i: Ended(0, i, "", False, self.versions, 1, 2) for i in ended}
+        return {i: Ended(0, i, "", False, self.versions, 2) for i in ended}
 
     def discard(self, ids):
         self.left = {i: n for i, n in self.left.items() if i not in ids}
@@ -202,20 +202,35 @@ def test_a_group_on_two_replicas_is_given_back_once(made):
     assert [part.left for part in rollout.each] == [{2: 5}, {}]
 
 
-def test_a_group_that_is_handed_out_after_newer_weights_begins(made, monkeypatch):
-    """What is known of its samples has the version before, and each is to have one."""
-    newest, resumed = Publication(2, 1), []
-    rollout, replicas = made(count=1, room=3, threaded=False, pull=lambda place: newest)
-    monkeypatch.setattr(replicas, "_resume", lambda place, one: resumed.append(one.first))
-    for first in (0, 3):
-        one = flight(first)
-        one.again = True
-        replicas.submit(one)
-    replicas._hand_out()
-    replicas.offer(newest)
-    replicas._flying[0].clear()
-    replicas._round()
-    assert resumed == [0] and rollout.each[0].seen == [[3, 4]]
+@pytest.mark.parametrize("hangs", ["advance", "submit"])
+def test_rounds_that_outlive_their_stop_ask_no_replica_any_more(made, monkeypatch, hangs):
+    """Its workers are those of the next attempt, and so are their logs."""
+    monkeypatch.setattr(flows_replicas, "PATIENCE", 0.0)
+    rollout, replicas = made(count=1)
+    part, calls, inside = rollout.each[0], [], threading.Event()
+
+    def wrapped(name, plain):
+        def call(*given, **how):
+            calls.append(name)
+            if name == hangs:
+                inside.set()
+                assert part.go.wait(60)
+            return plain(*given, **how)
+
+        return call
+
+    for name in ("submit", "advance", "discard", "collect"):
+        monkeypatch.setattr(part, name, wrapped(name, getattr(part, name)))
+    part.go.clear()
+    replicas.submit(flight(0))
+    assert inside.wait(60)
+    replicas.stop()
+    before = [*calls]
+    part.go.set()
+    replicas._thread.join(60)
+    assert not replicas._thread.is_alive() and calls == before and before[-1] == hangs
+    with raises(EngineError, "replicas.stopped"):
+        replicas.whole()
 
 
 def test_what_a_replica_raises_is_raised_in_the_loop(made):
@@ -290,7 +305,7 @@ def test_samples_that_move_say_the_same_as_others(engines):
     assert {kind for kind, _ in events} == {"move"} and replicas.moved == len(events) > 0
     for _, move in events:
         assert {move["from"], move["to"]} == {0, 1} and 0 < move["tokens"] < 11
-    assert not any(one._logged or one._ended for one in rollout.each)
+    assert not any(one._log._flying or one._ended for one in rollout.each)
 
 
 def test_samples_of_replicas_that_are_lost_twice_go_on_with_the_tokens_that_they_have(engines):

@@ -1,21 +1,23 @@
 """Tokens of samples in flight come back from the files of all ranks, but those that are torn or void."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from tests.errors import raises
 from tilth.core.errors import StorageError
 from tilth.core.media import MediaItem
-from tilth.engines.request import Request, SamplingParams
-from tilth.rollout.prefix_log import DrawnTokens, PrefixLog
+from tilth.engines.request import Progress, Request, SamplingParams
+from tilth.rollout.prefix_log import DrawnTokens, FlightLog, PrefixLog
 
 PROMPT = np.array([9, 8, 7])
 SPANS = [(3, 4), (9, 5), (13, 6)]
 """Versions of the policy that drew 10 tokens and more behind the prompt."""
 
 
-def asked(i=0, **params):
-    return Request(i, PROMPT, SamplingParams(max_tokens=20, **params), group=3, prompt_index=5)
+def asked(i=0, group=3, **params):
+    return Request(i, PROMPT, SamplingParams(max_tokens=20, **params), group=group, prompt_index=5)
 
 
 def drawn(start, stop, request=None, finish=None, filtered=False):
@@ -102,20 +104,64 @@ def test_a_torn_frame_ends_what_is_known(tmp_path, cut):
     assert said(PrefixLog(tmp_path, 2, 6, 1).take(asked())) == told(4)
 
 
+def test_one_version_where_a_sample_has_one(tmp_path):
+    log = PrefixLog(tmp_path, 1, 4, 0)
+    log.write([drawn(0, 4), drawn(0, 8, asked(1))])
+    assert said(log.take(asked(), 4)) == told(4) and said(log.take(asked(1))) == told(8)
+    assert log.take(asked(), 5) is None and log.take(asked(1), 4) is None and log.take(asked(1), 5) is None
+
+
+def test_turns_of_an_episode_are_told_apart_by_what_was_said_before(tmp_path):
+    log, later = PrefixLog(tmp_path, 1, 4, 0), Request(0, np.array(told(4)), asked().params, group=3)
+    log.write([drawn(0, 4, finish="stop"), drawn(0, 2, later)])
+    assert said(log.take(asked())) == told(4) and said(log.take(later)) == [*told(4), 100, 101]
+
+
 def test_files_of_samples_that_are_done_are_dropped(tmp_path):
-    log, other = PrefixLog(tmp_path, 1, 4, 0), PrefixLog(tmp_path, 1, 4, 1)
-    other.write([drawn(0, 1, asked(1))])
+    """Also those of ranks that are no longer there. Requests of a conversation have ids of their own."""
+    PrefixLog(tmp_path, 1, 4, 5).write([drawn(0, 1, asked(1 << 60, 1))])
+    PrefixLog(tmp_path, 1, 4, 6).write([drawn(0, 1, asked(5, 4))])
+    log, other = PrefixLog(tmp_path, 2, 4, 0), PrefixLog(tmp_path, 2, 4, 1)
+    other.write([drawn(0, 1, asked(1, 1))])
     for i in (1, 4, 7):
-        log.write([drawn(0, 3, asked(i)), drawn(0, 3, asked(i + 1))])
+        log.write([drawn(0, 3, asked(i, i)), drawn(0, 3, asked(i + 1, i))])
         log.forget(3)
     assert sorted(path.name[15:] for path in tmp_path.glob("*.bin")) == [
         "rank-0-part-000001.bin",
         "rank-0-part-000002.bin",
         "rank-1-part-000000.bin",
+        "rank-6-part-000000.bin",
     ]
     assert said(log.take(asked(4))) == told(3) and log.take(asked(2)) is None
     log.forget(9)
     assert [path.name[15:21] for path in tmp_path.glob("*.bin")] == ["rank-1"]
+
+
+def test_tokens_of_a_request_are_logged_once_and_its_rest_is_drawn(tmp_path):
+    """Up to where it is left for now, where that is before its end."""
+    engine = SimpleNamespace(reports=True, version=4)
+    one, request = FlightLog(PrefixLog(tmp_path, 1, 4, 0), engine), asked()
+    one.begin(request)
+    first = drawn(0, 4)
+    one.write({0: Progress(first.tokens, first.logprobs, versions=first.versions)})
+    assert [(row.tokens, row.left) for row in one.rows()] == [(7, 16)] and (one.still, one.peak) == (0, 7)
+    one.write({})
+    assert one.still == 1
+    again = FlightLog(PrefixLog(tmp_path, 2, 4, 0), engine)
+    for stop, most in ((23, 20), (22, 19), (8, 5), (7, None), (3, None)):
+        again.stops = {0: stop}
+        t = again.take(request)
+        left = again.left(request)
+        assert said(t) == told(4) and (None if left is None else left.max_tokens) == most
+    t.tokens, t.mask, t.logprobs = np.array(told(9)), np.array([0] * 3 + [1] * 9), np.zeros(12, np.float32)
+    t.finish = "length"
+    assert again.end(t) and not [*again.rows()]
+    again.flush()
+    assert said(again.take(request)) == told(9)
+    t.finish = "stop"
+    assert not again.end(t)
+    again.flush()
+    assert again.take(request).finish == "stop" and not [*again.rows()]
 
 
 def test_a_disk_that_refuses_is_named(tmp_path):

@@ -31,7 +31,7 @@ def log_at(folder, recipes=MINE, **how):
 
 def event(kind, id, n=0):
     some = {"id": id, "group": id // 2, "prompt": n, "versions": [[3, n]], "length": 9, "checksum": n, "batch": n}
-    some |= {"version": n, "reason": "stale", "tokens": n, "from": 0, "to": 1, "replica": n % 2}
+    some |= {"version": n, "reason": "stale", "tokens": n, "from": 0, "to": 1, "replica": n % 2, "opened": [5]}
     return {name: some[name] for name in KINDS[kind]}
 
 
@@ -268,7 +268,8 @@ def played(folder, seed, steps=4, batch=3, **how):
         batches.append(rng.sample(open_, batch))
         for i in batches[-1]:
             t = every[i]
-            log.append("finish", id=i, versions=t.versions, length=len(t.tokens), checksum=i + 100)
+            facts = {"versions": t.versions, "opened": t.opened, "length": len(t.tokens)}
+            log.append("finish", id=i, checksum=i + 100, **facts)
         for i in batches[-1]:
             log.append("consume", id=i, batch=step, checksum=i + 100)
         log.append("publish", version=step)
@@ -295,20 +296,35 @@ def test_a_replay_tells_batches_and_who_drew_each_token(tmp_path, seed):
     for version in range(1, 9):
         for part in replay.parts(version):
             t, before = every[part.id], drawn[part.id]
-            start = before[-1].stop if before else t.prompt_length
-            assert (part.prompt, part.group, part.version) == (t.prompt, t.group, version) and start < part.stop
-            assert part.since == (before[-1].version if before else None)
+            assert (part.prompt, part.group, part.version) == (t.prompt, t.group, version)
             before.append(part)
     for i, parts in drawn.items():
-        stops = [every[i].prompt_length, *(part.stop for part in parts)]
+        stops = [every[i].prompt_length, *(part.stops.get(0, len(every[i].tokens)) for part in parts)]
         versions = np.repeat([0, *(part.version for part in parts)], np.diff(stops, prepend=0))
         assert versions.tolist() == every[i].token_versions().tolist()
-        assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert [bool(part.stops) for part in parts] == [True] * (len(parts) - 1) + [False]
     for after in range(5):
         left = {i for some in batches[after:] for i in some}
         wanted = {version: {p.id for p in replay.parts(version)} & left for version in range(1, 9)}
         assert {version: {p.id for p in replay.parts(version, after)} for version in range(1, 9)} == wanted
-        assert replay.oldest(after) == min((version for version, ids in wanted.items() if ids), default=-1)
+        below = replay.lowest(after)
+        assert below == min((every[i].group for i in left), default=below) and (left or below > max(every) // 2)
+
+
+def test_conversations_of_an_episode_stop_each_in_its_own_place(tmp_path):
+    """The second one begins under a later version than the first one, and ends before it."""
+    log, spans = log_at(tmp_path), [(3, 1), (8, 2), (12, 4), (23, 2), (27, 3), (34, 4)]
+    log.append("admit", id=6, group=6, prompt=2)
+    log.append("finish", id=6, versions=spans, opened=[20, 30], length=40, checksum=5)
+    log.append("consume", id=6, batch=1, checksum=5)
+    log.append("admit", id=7, group=6, prompt=2)
+    log.append("finish", id=7, versions=[], opened=[], length=1, checksum=5)
+    log.append("consume", id=7, batch=1, checksum=5)
+    log.sync(1)
+    replay = RunReplay(log.path)
+    stops = {version: part.stops for version in range(9) for part in replay.parts(version)}
+    assert stops == {1: {0: 8, 1: 3, 2: 4}, 2: {0: 12, 1: 7, 2: 4}, 3: {0: 12, 2: 4}, 4: {}}
+    assert [(part.id, part.version, part.stops) for part in replay.batch(1)] == [(6, 4, {}), (7, -1, {})]
 
 
 def test_a_step_that_was_not_committed_is_not_replayed(tmp_path):

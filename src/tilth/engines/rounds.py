@@ -42,9 +42,9 @@ class RequestSource(Protocol):
     def open(self) -> bool:
         """True while requests may follow."""
 
-    def requests(self, *, wait: bool) -> tuple[list[Request], list[int]]:
-        """Return new requests, and ids of those that nobody wants any more. wait: a while for the first one, since the
-        engine has nothing to do."""
+    def requests(self, *, wait: bool) -> tuple[list[Request], list[int], list[tuple[Trajectory, SamplingParams]]]:
+        """Return new requests, ids of those that nobody wants any more, and partial trajectories to go on with. wait: a
+        while for the first one, since the engine has nothing to do."""
 
     def take(self, finished: Iterable[Trajectory]) -> list[Trajectory]:
         """Take what has finished; return what has ended with it, and what is not its own."""
@@ -154,11 +154,13 @@ class EngineRounds:
     def _step(self) -> list[Trajectory]:
         """Ask the source, do one step of the engine, and return what has ended."""
         if self.source is not None:
-            new, unwanted = self.source.requests(wait=not self._seen)
+            new, unwanted, partial = self.source.requests(wait=not self._seen)
             for id in unwanted:
                 del self._seen[id]
                 self.engine.abort(id)
             self.submit(new)
+            for trajectory, params in partial:
+                self.resume(trajectory, params)
         finished = self.engine.poll() if self._seen else []
         for trajectory in finished:
             if self._seen.pop(trajectory.id, None) is None:

@@ -13,19 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
-from tilth.core.errors import PluginError
-from tilth.envs.journal import ObservationJournal
+from tilth.core.errors import DataError, PluginError
+from tilth.envs.journal import Heard, ObservationJournal, Status
 from tilth.envs.process import Asked
 from tilth.process.child import PipedChild, death
 from tilth.process.output import Prints
 from tilth.process.pool import ChildPool, ready
 from tilth.process.restarts import RestartPolicy
 
-Status = Literal["ok", "error", "timeout", "died", "differs"]
 START = 120.0
 """Seconds for a process to become ready."""
 RESTARTS = RestartPolicy(attempts=2)
@@ -53,6 +52,9 @@ class _Episode:
     id: int
     said: list[tuple[Asked, Any]] = field(default_factory=list)
     """Answered requests with their answers."""
+    journal: ObservationJournal | None = None
+    known: list[Heard] = field(default_factory=list)
+    """What the journal has of it."""
     asked: Asked | None = None
     """Request in flight."""
     deadline: float = 0.0
@@ -125,16 +127,21 @@ class EnvironmentPool:
         self._prints.to(path)
 
     def keep(self, journal: ObservationJournal | None) -> None:
-        """Write answers to a journal from now on, and take those that it has; None: to none."""
-        if self._journal is not None:
-            self._journal.close()
+        """Write the answers of episodes that begin or go on from now on to a journal, and take those that it has; None:
+        to none."""
         self._journal = journal
 
     def begin(self, episode: int, info: dict[str, Any]) -> None:
         """Begin an episode; its answer has messages and tools. One of this id that an attempt has left is ended."""
         self.end(episode)
-        self._episodes[episode] = _Episode(episode)
+        self._episodes[episode] = self._journaled(_Episode(episode))
         self._ask(Asked(episode, "begin", info))
+
+    def _journaled(self, episode: _Episode) -> _Episode:
+        """Let an episode know what the journal has of it, once."""
+        episode.journal = self._journal
+        episode.known = [] if self._journal is None else self._journal.known.pop(episode.id, [])
+        return episode
 
     def said(self, episode: int) -> list[Any]:
         """Return what was asked of an episode and answered, as JSON; ``resume`` takes it."""
@@ -147,7 +154,7 @@ class EnvironmentPool:
         if known is None or known.asked is not None or self.said(episode) != list(said):
             self.end(episode)
             self._episodes[episode] = known = _Episode(episode, [(Asked(*asked), value) for asked, value in said])
-        known.before = len(said)
+        self._journaled(known).before = len(said)
 
     def keep_only(self, episodes: Iterable[int]) -> None:
         """End all other episodes."""
@@ -178,11 +185,15 @@ class EnvironmentPool:
         known = (self._episodes.get(i) for i in episodes)  # one that has failed is gone
         return any(one is not None and one.asked is not None for one in known)
 
+    def at_once(self) -> list[Answer]:
+        """Return the answers that the journal had."""
+        found, self._at_once = self._at_once, []
+        return found
+
     def poll(self, seconds: float) -> list[Answer]:
         """Return the answers that are there, in any order; wait for the first one at most this long."""
         until = time.monotonic() + seconds
-        if self._at_once:
-            found, self._at_once = self._at_once, []
+        if found := self.at_once():
             return found
         while True:
             found = self._turn(max(0.0, min(until, self._first_deadline()) - time.monotonic()))
@@ -195,12 +206,23 @@ class EnvironmentPool:
 
     def _ask(self, asked: Asked) -> None:
         episode = self._episodes[asked.episode]
-        known = self._journal.known.get(asked.episode, []) if self._journal is not None else []
-        if len(known) > (place := len(episode.said) - episode.before) and _same(known[place][0], asked):
-            episode.said.append((asked, known[place][1]))
-            self._at_once.append(Answer(asked.episode, asked.op, known[place][1]))
+        place = len(episode.said) - episode.before
+        here = episode.known[place : place + 2]
+        if here and _same(here[0].asked, asked):
+            heard = here[0] if here[-1].asked.op else here[-1]  # it failed before this answer was of use
+            if heard.status == "ok":
+                episode.said.append((asked, heard.value))
+            else:
+                self.end(episode.id)
+            self._at_once.append(Answer(episode.id, asked.op, heard.value, heard.reason, heard.status))
             return
-        del known[place:]  # it went another way
+        if episode.journal is not None and episode.journal.complete:
+            raise DataError(
+                f"episode {episode.id}: {asked.op} after {len(episode.said)} answers is not in the journal of "
+                f"environments, {episode.journal.path.parent}; weights, data or software are not the same",
+                key="observations",
+            )
+        episode.known.clear()  # it went another way
         episode.asked, episode.deadline = asked, time.monotonic() + self.timeout
         child = self._child_of(episode.id)
         if child is None:  # its first request, or the first that the journal does not know
@@ -254,8 +276,7 @@ class EnvironmentPool:
             return self._repeat(child, episode, value)
         assert episode.asked is not None
         asked, episode.asked = episode.asked, None
-        if self._journal is not None:
-            self._journal.write(asked, value)
+        self._write(episode, Heard(asked, value))
         episode.said.append((asked, value))
         episode.repeated = len(episode.said)
         return [Answer(episode.id, asked.op, value)]
@@ -274,10 +295,15 @@ class EnvironmentPool:
             child.ask(episode, episode.asked)
         return []
 
+    def _write(self, episode: _Episode, heard: Heard) -> None:
+        if episode.journal is not None:
+            episode.journal.write(len(episode.said) - episode.before, heard)
+
     def _fail(self, episode: _Episode, reason: str, status: Status) -> Answer:
-        op = episode.asked.op if episode.asked is not None else ""
+        asked = episode.asked or Asked(episode.id, "")
+        self._write(episode, Heard(asked, None, reason, status))
         self.end(episode.id)
-        return Answer(episode.id, op, None, reason, status)
+        return Answer(episode.id, asked.op, None, reason, status)
 
     def _overdue(self, episode: _Episode) -> list[Answer]:
         """Fail an episode that hangs; its process goes on for its other episodes if it still answers.

@@ -5,7 +5,8 @@ replica has room, and taken by a step once all of it has ended. New weights come
 go on under them, and each token names the version that drew it. With ``rollout.inflight = "finish"`` a replica takes
 weights only when it has nothing in flight, so each sample has one version: that of its begin in the books, or a newer
 one. A resume asks again for what was begun and not consumed: each sample goes on, under the weights that the resume
-begins with, from those of its tokens that these weights or earlier ones drew.
+begins with, from those of its tokens that these weights or earlier ones drew, and an episode from what its environment
+has said to them.
 """
 
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.lazy import resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.core.batch import Batch, Lease, concat
@@ -177,8 +179,6 @@ class AsyncSampler(Sampler):
                 sent.append((group, self._load(row, **then)))
         for group, asked in sent:  # all are sent before the first is waited for
             known = self._attempt > 1 and group.version <= replicas.version
-            if self._publisher is not None:  # a sample has one version
-                known = known and group.version == replicas.version
             replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first], known))
 
     def _note_ended(self, ledger: Ledger, replicas: Replicas) -> None:
@@ -189,13 +189,16 @@ class AsyncSampler(Sampler):
                 replicas.forget(flight)
                 continue
             for i, one in sorted(flight.ended.items()):
-                facts = {"versions": list(one.versions), "length": one.length, "checksum": one.checksum}
-                self.events.append("finish", id=i, **facts)
+                self._log_finish(i, one)
             ledger.end(flight.first)
             self._flights[flight.first] = flight
             self.metrics.add("samples/finished", float(len(flight.ended)))
             for one in flight.ended.values():
                 self.metrics.add("length/finished", float(sum(one.chosen)))
+
+    def _log_finish(self, id: int, one: Ended) -> None:
+        facts = {"versions": list(one.versions), "opened": list(one.opened)}
+        self.events.append("finish", id=id, length=one.length, checksum=one.checksum, **facts)
 
     def _drop(self, firsts: Iterable[int], reason: str) -> None:
         """Drop groups by name, and count them."""
@@ -245,11 +248,14 @@ class AsyncSampler(Sampler):
                 limits=holds if r.repack else None,
                 pull=None if self._publisher is None else self._pull,
             )
-            if not r.environment:  # episodes begin again
-                rollout.log_to(str(self._log.path.parent.resolve() / FLYING), self._attempt, self.state.version)
+            self._log_tokens(rollout, least=min((first for first, *_ in self.state.flying), default=0))
             if self._publisher is not None:
                 self._publisher.offer = self.replicas.offer
         return self.replicas
+
+    def _log_tokens(self, rollout: WorkerGroup, **how: Any) -> None:
+        """Let replicas log what they draw and hear. how: as of ``RolloutWorker.log_to``."""
+        rollout.log_to(str(self._log.path.parent.resolve() / FLYING), self._attempt, self.state.version, **how)
 
     def _pull(self, replica: int) -> Publication:
         """Let a replica take the newest weights, before what it is asked for next."""

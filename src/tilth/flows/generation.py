@@ -10,7 +10,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.lazy import resolved
 from tilth.core.batch import Batch
 from tilth.core.errors import DataError
-from tilth.roles.rollout import STOP, Ended
+from tilth.roles.rollout import Ended
 
 
 class Scorers(NamedTuple):
@@ -52,15 +52,17 @@ class Generation:
         self.ended: dict[int, Ended] = {}
 
     def run(self, asked: Batch, *, greedy: bool = False, since: int | None = None) -> None:
-        """Generate these samples, and nothing else, until each has ended or paused: see ``RolloutWorker.submit``, and
-        ``submit_again`` for rows with ``stop``."""
+        """Generate these samples, and nothing else, until each has ended or paused: see ``RolloutWorker.submit``."""
         if len(np.unique(asked["id"])) < len(asked):
             raise DataError("a sample is asked for twice: ids of one generation must differ", key="asked.id")
         self.rollout.begin()
-        if STOP in asked.rows:
-            self.rollout.submit_again(asked)
-        else:
-            self.rollout.submit(asked, greedy=greedy, since=since)
+        self.rollout.submit(asked, greedy=greedy, since=since)
+        self._until(len(asked))
+
+    def go_on(self, asked: Batch, stops: Mapping[int, int]) -> None:
+        """Go on with these samples from what the log has of them, until each has ended or paused: see
+        ``RolloutWorker.submit``."""
+        self.rollout.submit(asked, again=True, stops=stops)
         self._until(len(asked))
 
     def resume(self) -> None:

@@ -1,32 +1,34 @@
 """Experience of an asynchronous run, repeated by its log of events (``runs.events``): nothing is behind any more.
 
 Each version of the policy draws, when the engines have it, the tokens that it drew in the run, up to where the next
-version went on; the pool of prefixes keeps them until their step. A step learns from the samples that it had.
+version went on; the log of tokens keeps them until their step, and environments say what the run's journal has. A step
+learns from the samples that it had.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from tilth.cluster.controller.leases import LeasedStore
+from tilth.cluster.controller.group import WorkerGroup
 from tilth.core.batch import Batch
 from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.generation import Generation
 from tilth.flows.group_filters import Keep
 from tilth.flows.sampler import Sampler, StepSamples
-from tilth.roles.rollout import SINCE, STOP
-from tilth.runs.events import AsyncLog, DrawnPart, RunReplay
+from tilth.rollout.episodes import conversation_id
+from tilth.runs.events import DrawnPart, RunReplay
 
 
 class ReplaySampler(AsyncSampler):
     """A sampler whose batches and versions come from the log of another run."""
 
-    def __init__(self, *given: Any, store: LeasedStore, events: AsyncLog, replay: RunReplay) -> None:
-        """given: as of ``Sampler``; events: the log of this run."""
-        super().__init__(*given, store=store, events=events)
+    def __init__(self, *given: Any, replay: RunReplay, **how: Any) -> None:
+        """given, how: as of ``AsyncSampler``."""
+        super().__init__(*given, **how)
         self.replay = replay
+        self._rollout: WorkerGroup | None = None
 
     def sample(self, group: int, keep: Keep | None = None, rounds: int = 0) -> StepSamples:
         """Return the samples of the step, all at once."""
@@ -37,16 +39,16 @@ class ReplaySampler(AsyncSampler):
         step, reward = self.state.step + 1, self.roles.reward
         parts = self.replay.batch(step)
         self.progress.at("generating", 0, len(parts))
-        generation = self._draw_parts(parts, [part.version for part in parts])
+        generation = self._go_on(parts, {})
         batch = generation.collect(np.array([part.id for part in parts], np.int64))
         for part, checksum in zip(parts, batch["identity"].tolist()):
-            one = generation.ended[part.id]
             self.events.append("admit", id=part.id, group=part.group, prompt=part.prompt)
-            facts = {"versions": list(one.versions), "length": one.length, "checksum": checksum}
-            self.events.append("finish", id=part.id, **facts)
+            self._log_finish(part.id, generation.ended[part.id])
             self.events.append("consume", id=part.id, batch=step, checksum=checksum)
         failures: dict[int, dict[str, Any]] = {}
-        if reward is not None:
+        if self.recipe.rollout.environment:
+            failures = self._failed_episodes(batch, generation.ended)
+        elif reward is not None:
             batch, failures = self._score(reward, batch, self._rewards_of_call(len(batch)))
         return self._completed(batch, failures, "reward")
 
@@ -57,19 +59,30 @@ class ReplaySampler(AsyncSampler):
         self.events.append("publish", version=version)
         self._published = version
         if parts := self.replay.parts(version, self.state.step):
+            stops = {conversation_id(part.id, at): stop for part in parts for at, stop in part.stops.items()}
             with self.store.scope():
-                generation = self._draw_parts(parts, [part.since for part in parts])
-                generation.rollout.keep(version, self.replay.oldest(self.journal.oldest))
+                self._go_on(parts, stops)
+                self._engines().discard([part.id for part in parts])  # which the log has
 
-    def _draw_parts(self, parts: Sequence[DrawnPart], since: Sequence[int | None]) -> Generation:
-        """Draw parts, each from where its trajectory was kept under version ``since``; they are to be collected."""
+    def _go_on(self, parts: Sequence[DrawnPart], stops: Mapping[int, int]) -> Generation:
+        """Draw parts, each from where its trajectory is in the log; those without a stop are to be collected."""
+        if self._rollout is None:
+            self._rollout = self._engines()
+            self._rollout.begin(anew=True)
+            self._log_tokens(self._rollout, complete=True)
         names = ("id", "group", "prompt")
         columns = {name: np.array([getattr(part, name) for part in parts], np.int64) for name in names}
-        columns[SINCE] = np.array([-1 if one is None else one for one in since], np.int64)
-        columns[STOP] = np.array([part.stop for part in parts], np.int64)
-        generation = Generation(self._engines())
-        generation.run(self.roles["loader"].encode(Batch(columns)))
+        generation = Generation(self._rollout)
+        generation.go_on(self._load(Batch(columns)), stops)
         return generation
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Set the log aside, of which nothing is in flight."""
+        rollout = self._engines()
+        rollout.set_aside()
+        yield
+        rollout.take_up()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -83,3 +96,5 @@ class ReplaySampler(AsyncSampler):
             self.state.consumed.add(part.id)
         self.state.event = self.events.sync(self.state.step)
         super().commit()
+        if self._rollout is not None:
+            self._rollout.forget(self.replay.lowest(self.journal.oldest))

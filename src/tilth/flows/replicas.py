@@ -42,7 +42,7 @@ LOOK = 1.0
 @dataclass(eq=False)
 class Flight:
     """A group of samples on its way. asked: rows that ask for them; lease: of its payload; again: True if an earlier
-    attempt may have begun them; they go on from the tokens that it has logged."""
+    attempt may have begun them; they go on from what it has logged."""
 
     first: int
     asked: Batch
@@ -134,7 +134,8 @@ class Replicas:
     def wait(self) -> None:
         """Wait until something has ended. Raises what a replica has raised."""
         if self._thread is None:
-            self._round()
+            if not self._stopped:
+                self._round()
             return
         with self._changed:
             while not self._whole and self._error is None and self._thread.is_alive():
@@ -192,7 +193,7 @@ class Replicas:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is not None:  # one that hangs for longer asks no replica any more: see ``_part``
             self._thread.join(PATIENCE)
 
     def drop(self) -> None:
@@ -232,6 +233,12 @@ class Replicas:
             self._still = False
             return not self._stopped
 
+    def _part(self, place: int) -> WorkerGroup:
+        """Return a replica for a call. EngineError once the rounds are stopped: the next attempt may have it."""
+        if self._stopped:
+            raise EngineError(f"rounds that were stopped ask replica {place}", key="replicas.stopped")
+        return self._parts[place]
+
     def _round(self, *, begin: bool = True) -> None:
         """Hand out groups, if some may ``begin``, and let each replica with samples generate for a round."""
         self._end_discarded()
@@ -244,7 +251,7 @@ class Replicas:
         began = time.monotonic()
         texts = self.scorers is not None
         busy = [place for place, flying in enumerate(self._flying) if flying]
-        rounds = [(place, self._parts[place].advance(texts=texts)) for place in busy]
+        rounds = [(place, self._part(place).advance(texts=texts)) for place in busy]
         for place, answer in rounds:
             self._take(place, resolved(answer))
         if self.limits is not None and begin:
@@ -258,17 +265,17 @@ class Replicas:
             gone, self._discarded = self._discarded, set()
             found = [flight for flight in self._queue if flight.first in gone]
             self._queue = deque(flight for flight in self._queue if flight.first not in gone)
-        for part, flying in zip(self._parts, self._flying):
+        for place, flying in enumerate(self._flying):
             for flight in dict.fromkeys(flight for flight in flying.values() if flight.first in gone):
                 here = [i for i, one in flying.items() if one is flight]
-                part.discard(here)
+                self._part(place).discard(here)
                 for i in here:
                     del flying[i]
                 found.append(flight)
         found = list(dict.fromkeys(found))  # samples of a group may have moved
         for flight in found:
             for place in sorted(flight.places):
-                self._parts[place].discard([*flight.ended])
+                self._part(place).discard([*flight.ended])
         with self._changed:
             self._whole.extend(found)
             self._changed.notify_all()
@@ -280,7 +287,7 @@ class Replicas:
     def _pull_due(self) -> None:
         """Let replicas take the newest weights where it is time; what they are asked for next waits for it."""
         for place in self._due():
-            assert self._pull is not None
+            assert self._pull is not None and self._part(place)
             self._has[place] = self._pull(place)
 
     def _hand_out(self) -> None:
@@ -296,15 +303,15 @@ class Replicas:
                 if flying and len(flying) + len(self._queue[0].asked) > self.room:
                     return
                 flight = self._queue.popleft()
-            if flight.again and (self._pull is None or self._has[place] is None):  # else under the version that it has
+            if flight.again:
                 self._resume(place, flight)
             else:
-                self._parts[place].submit(flight.asked)
+                self._part(place).submit(flight.asked)
             flying.update((i, flight) for i in flight.asked["id"].tolist())
 
     def _resume(self, place: int, flight: Flight) -> None:
         """Let samples go on from what is known of each; the others begin."""
-        found = resolved(self._parts[place].submit(flight.asked, again=True))
+        found = resolved(self._part(place).submit(flight.asked, again=True))
         for i, count in found.items():
             self.note("resume", id=i, tokens=count, version=self.version)
         self.resumed += len(found)
@@ -316,7 +323,7 @@ class Replicas:
         if waits or len(busy) < 2 or (self._thread is not None and now - self._planned < PERIOD):
             return
         self._planned = now
-        for source, target, ids in repack([self._parts[place].load() for place in busy], limits, stay=STAY):
+        for source, target, ids in repack([self._part(place).load() for place in busy], limits, stay=STAY):
             self._move(busy[source], busy[target], ids, limits)
 
     def _move(self, source: int, target: int, ids: Sequence[int], limits: ReplicaLimits) -> None:
@@ -324,17 +331,17 @@ class Replicas:
 
         DataError [move.tokens] for one that did not arrive with all its tokens.
         """
-        before, after = self._parts[source].load(), self._parts[target].load()
+        before, after = self._part(source).load(), self._part(target).load()
         tokens = after.tokens + sum(row.tokens for row in before.rows if row.trajectory in ids)
         if before.version != after.version or not limits.hold(tokens, len(after.rows) + len(ids)):
             return
-        given = self._parts[source].give_up(ids)
+        given = self._part(source).give_up(ids)
         moved = {i: self._flying[source].pop(i) for i in given}
         for i, count in given.items():
             self.note("move", id=i, tokens=count, **{"from": source, "to": target})
         self._flying[target].update(moved)
         asked = concat([one.asked.select(np.isin(one.asked["id"], [*given])) for one in dict.fromkeys(moved.values())])
-        if (found := dict(resolved(self._parts[target].submit(asked, again=True)))) != given:
+        if (found := dict(resolved(self._part(target).submit(asked, again=True)))) != given:
             raise DataError(
                 f"replica {source} gave up samples with {given} tokens, and {target} has {found} of them: do all "
                 "workers of the rollout see the directory of the run?",
@@ -344,6 +351,7 @@ class Replicas:
 
     def _take(self, place: int, ended: Mapping[int, Ended]) -> None:
         """Take samples that have ended, for the scorers first; collect the groups that are whole."""
+        self._part(place)  # before the scorers are asked
         if self.scorers is not None and ended:
             self.scorers.take(ended)
         for i, one in ended.items():
@@ -366,7 +374,7 @@ class Replicas:
 
     def _collect(self, flight: Flight) -> Batch:
         """Return the rows of a group, lazy unless samples of it have moved."""
-        found: list[Batch] = [self._parts[place].collect(flight.asked["id"]) for place in sorted(flight.places)]
+        found: list[Batch] = [self._part(place).collect(flight.asked["id"]) for place in sorted(flight.places)]
         if len(found) == 1:
             return found[0]
         whole = concat([resolved(one) for one in found])

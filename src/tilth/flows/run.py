@@ -86,12 +86,12 @@ class Run:
         self.sampler = Sampler(*given)
         if recipe.rollout.staleness:
             events, again = directory.experience_log(), directory.replay
-            publisher = self._publisher if recipe.rollout.inflight == "finish" else None
-            self.sampler = AsyncSampler(
-                *given, store=store, events=events, attempt=directory.attempt, publisher=publisher
-            )
+            how = {"store": store, "events": events, "attempt": directory.attempt}
             if again is not None:
-                self.sampler = ReplaySampler(*given, store=store, events=events, replay=again)
+                self.sampler = ReplaySampler(*given, replay=again, **how)
+            else:
+                publisher = self._publisher if recipe.rollout.inflight == "finish" else None
+                self.sampler = AsyncSampler(*given, publisher=publisher, **how)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
         self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
         self.kept_in_memory = True

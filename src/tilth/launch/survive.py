@@ -29,7 +29,7 @@ from tilth.guard.verdict import Verdict
 from tilth.launch.build import RunParts
 from tilth.launch.loader_plans import follow_recorded
 from tilth.launch.supervisor import Death
-from tilth.runs.directory import OBSERVATIONS, PARTIAL, REPLAYED, REWARD_LOG, RunDir
+from tilth.runs.directory import PARTIAL, REWARD_LOG, RunDir
 from tilth.trace.spans import recorder
 
 SETTLE = 0.5
@@ -224,13 +224,10 @@ class Survival(Callback):
             reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
         rollout = self.parts.roles.rollout
         if rollout is not None and self.parts.recipe.rollout.environment:
-            if not self.parts.recipe.rollout.staleness:  # there, what begins again does so under other weights
-                rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
+            rollout.journal_to(str(self.directory.observations()))
             rollout.print_to(str(self.directory.path.resolve()))
         if rollout is not None and self.parts.recipe.rollout.partial:
             rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))
-        if rollout is not None and self.directory.replay is not None:
-            rollout.carry_in(str(self.directory.path.resolve() / REPLAYED))
 
 
 def close(cluster: Cluster, directory: RunDir, step: int) -> list[str]:

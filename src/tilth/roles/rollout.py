@@ -23,11 +23,11 @@ from tilth.engines.protocol import EngineError, GenerationEngine
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.rounds import EngineRounds, RoundLimits
 from tilth.envs.journal import ObservationJournal
-from tilth.plan.repack import LiveRow, ReplicaLoad
+from tilth.plan.repack import ReplicaLoad
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, media_of, texts, to_batch
 from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Player
-from tilth.rollout.prefix_log import DrawnTokens, PrefixLog
+from tilth.rollout.prefix_log import FlightLog, PrefixLog
 from tilth.rollout.prefixes import PrefixPool
 from tilth.trace.spans import span
 
@@ -39,10 +39,6 @@ COUNTED = RoundLimits(steps=8, early=8)
 """Of an engine in the process of the loop that generates ahead (``rollout.staleness``), so that no clock has a say."""
 
 
-SINCE, STOP = "since", "stop"
-"""Row columns of ``RolloutWorker.submit_again``."""
-
-
 class Ended(NamedTuple):
     """A sample that has ended, or has paused (``rollout.partial``). checksum: of its ids; text: "" if nobody asks."""
 
@@ -52,14 +48,14 @@ class Ended(NamedTuple):
     paused: bool
     versions: Sequence[tuple[int, int]] = ()
     """(first token, version of the policy) of each span that it chose."""
-    start: int = 0
-    """Tokens of the prompt."""
     length: int = 0
     """Tokens, with the prompt."""
     chosen: Sequence[int] = ()
     """Tokens that it chose of each span; others are those of an environment."""
     failure: Mapping[str, Any] | None = None
     """Value None, ``reason`` and ``status`` of an episode that has ended without a reward."""
+    opened: Sequence[int] = ()
+    """First token of each conversation of an episode behind the first one."""
 
 
 class Aside(NamedTuple):
@@ -70,7 +66,8 @@ class Aside(NamedTuple):
     params: SamplingParams
     plays: bool
     media: bool
-    log: PrefixLog | None
+    log: FlightLog | None
+    observed: ObservationJournal | None
     asked: int
     done: int
     before: dict[int, int]
@@ -109,12 +106,11 @@ class RolloutWorker:
         """Sample that goes on -> length of its completion before."""
         self._params, self._partial, self._plays, self._media = SamplingParams(), 0, False, False
         self._prefixes: PrefixPool | None = None
-        self._log: PrefixLog | None = None
-        """Of the tokens of answers in flight, where they may go on elsewhere."""
-        self._logged: dict[int, tuple[Request, int]] = {}
-        """Answer in flight -> its request, and the tokens of its completion that the log has."""
-        self._still, self._peak = 0, 0
-        """Answers that drew nothing in the last round; most tokens in flight since the last ``submit``."""
+        self._log: FlightLog | None = None
+        """Of the tokens of samples in flight, where they may go on elsewhere."""
+        self._observed: ObservationJournal | None = None
+        """Of what the environments of samples in flight say."""
+        self._least = 0
         self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
@@ -136,11 +132,13 @@ class RolloutWorker:
         self.engine.reset_prefix_cache()
         for kept in (self._ended, self._news, self._before, self._aborting):
             kept.clear()
-        self._log = None
+        self._log_in(None)
+        self._observe(None)
         if self.player is not None:
             self.player.results.clear()
-            self.player.pool.keep(None)
         if anew:
+            if self._aside is not None and self._aside.observed is not None:
+                self._aside.observed.close()
             self._aside = None
             if self.player is not None:
                 self.player.drop_aside()
@@ -149,13 +147,20 @@ class RolloutWorker:
 
     @transfer(split="rows", gather="merge", over=("dp",))
     def submit(
-        self, asked: Batch, *, greedy: bool = False, since: int | None = None, again: bool = False
+        self,
+        asked: Batch,
+        *,
+        greedy: bool = False,
+        since: int | None = None,
+        again: bool = False,
+        stops: Mapping[int, int] | None = None,
     ) -> dict[int, int]:
         """Take a sample for each row (columns id, group, prompt; payload prompt_tokens), or an episode (payload info).
 
         since: step at whose end the samples with ``carried`` 1 paused; they go on. Each sample then gets
-        ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them. again: answers go on from
-        the tokens that the log has of them (``log_to``); return the numbers of these by sample. Episodes begin.
+        ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them. again: samples go on from
+        the tokens that the log has of them (``log_to``); return the numbers of these by sample. stops: request
+        (``episodes.conversation_id``) -> tokens with which its sample pauses, with those before the completion.
         """
         self._params, self._plays = self._params_of(greedy), INFO in asked.payload
         self._media = MEDIA in asked.payload
@@ -168,54 +173,32 @@ class RolloutWorker:
             kept = self._prefixes.take(since, asked["id"][goes].tolist()).values()
             carried = [EpisodeResult.of(t) if self._plays else self._answer(t) for t in kept]
         self._asked += len(asked)
-        self._go_on(carried, self._episodes(fresh) if self._plays else [])
-        return {} if self._plays else self._submit(self._requests(fresh), again=again)
+        if self._log is not None:
+            self._log.stops, self._log.peak = stops or {}, 0
+        known = self._go_on(carried, self._episodes(fresh) if self._plays else [], again=again)
+        return known if self._plays else self._submit(self._requests(fresh), again=again)
 
     def _submit(self, requests: Sequence[Request], *, again: bool) -> dict[int, int]:
         """Submit requests; return the tokens with which those go on that the log has something of."""
-        found = {one.id: None if self._log is None or not again else self._log.take(one) for one in requests}
-        self.rounds.submit([one for one in requests if found[one.id] is None])
-        if self._log is None:
+        if (log := self._log) is None:
+            self.rounds.submit(requests)
             return {}
-        self._peak, known = 0, [(one, t) for one in requests if (t := found[one.id]) is not None]
-        self._logged.update((one.id, (one, 0)) for one in requests)
-        self._write({t.id: DrawnTokens.of(one, t, 0, ended=t.finish != "aborted") for one, t in known})
-        for one, t in known:
-            if t.finish == "aborted":
+        known = {one.id: t for one in requests if again and (t := log.take(one)) is not None}
+        fresh = [one for one in requests if one.id not in known]
+        for one in fresh:
+            log.begin(one)
+        self.rounds.submit([replace(one, params=log.left(one) or one.params) for one in fresh])
+        for one in requests:
+            if (t := known.get(one.id)) is None:
+                continue
+            if t.finish == "aborted" and (params := log.left(one)) is not None:
                 self._before[t.id] = t.completion_length
-                self.rounds.resume(t, one.params)
+                self.rounds.resume(t, params)
             else:
-                self._ended[t.id] = EpisodeResult(t, {})
+                log.forget(t.id)
+                self._ended[t.id] = EpisodeResult(t, {}, paused={} if t.finish == "aborted" else None)
                 self._news.append(t.id)
-                del self._logged[t.id]
-        return {t.id: t.completion_length for _, t in known}
-
-    @transfer(split="rows", gather="merge", over=("dp",))
-    def submit_again(self, asked: Batch) -> dict[str, Any]:
-        """Take a sample for each row, to be drawn until it has ``stop`` tokens, with those of the prompt.
-
-        since: number under which the samples were kept that go on, -1 for those that begin; one that has as many tokens
-        waits to be collected.
-        """
-        self._params, self._plays, self._partial = self._params_of(greedy=False), False, 0
-        self._media = MEDIA in asked.payload
-        self._asked += len(asked)
-        new = asked[SINCE] < 0
-        for request, stop in zip(self._requests(asked.select(new)), asked[STOP][new].tolist()):
-            some = replace(self._params, max_tokens=stop - len(request.prompt))
-            self.rounds.submit([replace(request, params=some)])
-        for since in np.unique(asked[SINCE][~new]).tolist():
-            rows = asked[SINCE] == since
-            assert self._prefixes is not None
-            kept = self._prefixes.take(since, asked["id"][rows].tolist())
-            for t, stop in zip(kept.values(), asked[STOP][rows].tolist()):
-                if len(t.tokens) < stop:
-                    self._before[t.id] = t.completion_length
-                    self.rounds.resume(t, replace(self._params, max_tokens=stop - t.prompt_length))
-                else:
-                    self._ended[t.id] = EpisodeResult(t, {})
-                    self._news.append(t.id)
-        return {}
+        return {i: t.completion_length for i, t in known.items()}
 
     @transfer(split="all", gather="merge", over=("dp",))
     def resume(self) -> dict[str, Any]:
@@ -224,7 +207,7 @@ class RolloutWorker:
         self._done -= len(paused)
         for one in paused:
             del self._ended[one.trajectory.id]
-        self._go_on(paused, [])
+        self._go_on(paused, [], again=False)
         return {}
 
     @transfer(split="all", gather="merge", over=("dp",))
@@ -242,7 +225,7 @@ class RolloutWorker:
                 self._ended[t.id] = self._result(t)
             news += [t.id for t in found]
             if self._log is not None:
-                self._log_round(found)
+                self._log.write(self.rounds.progress())
         self._done += len(news)
         return {i: self._told(self._ended[i], texts) for i in news}
 
@@ -252,18 +235,19 @@ class RolloutWorker:
             failure = {"value": None, "reason": result.reason, "status": result.status}
         starts = [first for first, _ in t.versions]
         chosen = [int(t.mask[a:b].sum()) for a, b in pairwise([*starts, len(t.tokens)])]
-        text, lengths = t.text if texts else "", (t.prompt_length, len(t.tokens))
-        return Ended(t.prompt, identity(t.tokens), text, result.paused is not None, tuple(t.versions), *lengths,
-                     chosen, failure)  # fmt: skip
+        text, paused = t.text if texts else "", result.paused is not None
+        return Ended(
+            t.prompt, identity(t.tokens), text, paused, tuple(t.versions), len(t.tokens), chosen, failure, t.opened
+        )
 
     @transfer(split="all", gather="first")
     def set_aside(self) -> None:
         """Stop what is in flight, and keep it and what was not collected: until ``take_up`` other samples may be drawn.
         Environments go on. Of an engine that can resume samples."""
-        how = self._params, self._plays, self._media, self._log
+        how = self._params, self._plays, self._media, self._log, self._observed
         counts = self._asked, self._done, self._before, self._aborting
         self._aside = Aside(self._pause(), self._ended, *how, *counts)
-        self._ended, self._log, self._before, self._aborting = {}, None, {}, []
+        self._ended, self._log, self._observed, self._before, self._aborting = {}, None, None, {}, []
         if self.player is not None:
             self.player.set_aside()
 
@@ -273,6 +257,7 @@ class RolloutWorker:
         assert self._aside is not None
         one, self._aside = self._aside, None
         flying, ended, self._params, self._plays, self._media, self._log, *_ = one
+        self._observe(one.observed)
         self._asked, self._done, self._before, self._aborting = one.asked, one.done, one.before, one.aborting
         self._ended |= ended
         turns = {} if self.player is None else self.player.take_up()
@@ -288,7 +273,8 @@ class RolloutWorker:
         for i in ids:
             self._ended.pop(i, None)
             self._before.pop(i, None)
-            self._logged.pop(i, None)
+            if self._log is not None:
+                self._log.forget(i)
 
     @transfer(split="all", gather="all")
     def abort(self, ids: Sequence[int] | None = None) -> int:
@@ -302,6 +288,8 @@ class RolloutWorker:
     def collect(self, ids: np.ndarray) -> Batch:
         """Return the rows of those of these samples that have ended here, in this order, and forget them."""
         found = [self._ended.pop(i) for i in ids.tolist() if i in self._ended]
+        if self._log is not None and self._observed is not None:  # before a step learns from them, for its replay
+            self._observed.sync()
         batch = to_batch([one.trajectory for one in found], self.store, by_turn=self._plays, media=self._media)
         return self._scored(batch, found) if self._plays else batch
 
@@ -320,26 +308,46 @@ class RolloutWorker:
         """Keep samples that go on in the next step in this folder."""
         self._prefixes = PrefixPool(Path(folder), self.rank)
 
-    # ---- answers that may go on elsewhere ----
+    # ---- samples that may go on elsewhere ----
 
     @transfer(split="all", gather="first")
-    def log_to(self, folder: str, attempt: int, version: int) -> None:
-        """Log the tokens of answers in flight in this folder until ``begin``: see ``PrefixLog``. For engines that can
-        resume them. StorageError."""
-        self._log = PrefixLog(Path(folder), attempt, version, self.rank)
-        self._logged.clear()
+    def log_to(self, folder: str, attempt: int, version: int, *, least: int = 0, complete: bool = False) -> None:
+        """Log the tokens of samples in flight in this folder until ``begin``, see ``PrefixLog``, and what environments
+        say where ``journal_to`` has told. For engines that can resume samples.
+
+        least: lowest id of those that go on; complete: environments say nothing new. StorageError.
+        """
+        log = PrefixLog(Path(folder), attempt, version, self.rank)
+        self._log_in(FlightLog(log, self.engine, one_version=self.section.inflight == "finish"))
+        self._least = least
+        if self._journals is not None:
+            self._observe(ObservationJournal.of_attempt(self._journals, attempt, self.rank, complete=complete))
+
+    def _log_in(self, log: FlightLog | None) -> None:
+        self._log = log
+        if self.player is not None:
+            self.player.log = log
+
+    def _observe(self, journal: ObservationJournal | None) -> None:
+        """Keep what environments say from now on in a journal, in place of the one before."""
+        if self._observed is not None:
+            self._observed.close()
+        self._observed = journal
+        if self.player is not None:
+            self.player.pool.keep(journal)
 
     @transfer(split="all", gather="merge")
     def forget(self, below: int) -> dict[str, Any]:
-        """Let the log forget samples below this id. StorageError."""
+        """Let the log forget groups below this one. StorageError."""
         if self._log is not None and self.engine.reports:
-            self._log.forget(below)
+            self._log.log.forget(below)
         return {}
 
     @transfer(split="all", gather="first")
     def load(self) -> ReplicaLoad:
         """Return what is in flight, after a round, for a plan of moves."""
-        return ReplicaLoad(self.engine.version, tuple(self._rows()), self._still, self._peak)
+        assert self._log is not None
+        return ReplicaLoad(self.engine.version, tuple(self._log.rows()), self._log.still, self._log.peak)
 
     @transfer(split="all", gather="first")
     def give_up(self, ids: Sequence[int]) -> dict[int, int]:
@@ -347,7 +355,8 @@ class RolloutWorker:
         another replica; return the numbers of tokens. StorageError."""
         stopped = self._pause(ids)
         for t in stopped:
-            del self._logged[t.id]
+            assert self._log is not None
+            self._log.forget(t.id)
             self._before.pop(t.id, None)
         self._asked -= len(stopped)
         return {t.id: t.completion_length for t in stopped}
@@ -356,37 +365,8 @@ class RolloutWorker:
         """Stop these samples, or all that are in flight, and return what there is of them, which is in the log then."""
         stopped = self.rounds.pause(ids)
         if self._log is not None:
-            self._write({t.id: DrawnTokens.of(*self._of(t), ended=False) for t in stopped})
+            self._log.pause(stopped)
         return stopped
-
-    def _rows(self) -> Iterator[LiveRow]:
-        for i, (one, count) in self._logged.items():
-            yield LiveRow(i, len(one.prompt) + count, one.params.max_tokens - count)
-
-    def _log_round(self, found: Sequence[Trajectory]) -> None:
-        """Log what answers in flight, and those that have ended, have drawn in a round."""
-        ended = [t for t in found if t.id in self._logged]
-        drawn = {
-            t.id: DrawnTokens.of(*self._of(t), ended=True) for t in ended if t.routing is None
-        }  # else it ends anew
-        for i, new in self.rounds.progress().items():
-            drawn[i] = DrawnTokens(*self._logged[i], new.tokens, new.logprobs, new.sampling, new.versions)
-        self._write(drawn)
-        for t in ended:
-            del self._logged[t.id]
-        self._still = len(self._logged.keys() - drawn.keys())
-        self._peak = max(self._peak, sum(row.tokens for row in self._rows()))
-
-    def _of(self, t: Trajectory) -> tuple[Request, Trajectory, int]:
-        one, count = self._logged[t.id]
-        return one, t, count
-
-    def _write(self, drawn: Mapping[int, DrawnTokens]) -> None:
-        assert self._log is not None
-        if self.engine.reports:
-            self._log.write([*drawn.values()])
-        for i, one in drawn.items():
-            self._logged[i] = one.request, one.start + len(one.tokens)
 
     def _requests(self, asked: Batch) -> list[Request]:
         some = replace(self._params, max_tokens=self._partial or self._params.max_tokens)
@@ -402,8 +382,11 @@ class RolloutWorker:
         rows = zip(*(asked[c].tolist() for c in ("id", "group", "prompt")))
         return [EpisodeRequest(i, json.loads(info), g, p) for info, (i, g, p) in zip(infos, rows)]
 
-    def _go_on(self, carried: Sequence[EpisodeResult], requests: Sequence[EpisodeRequest]) -> None:
-        """Go on with samples that have paused, and begin episodes; those that have ended wait for their groups."""
+    def _go_on(
+        self, carried: Sequence[EpisodeResult], requests: Sequence[EpisodeRequest], *, again: bool
+    ) -> dict[int, int]:
+        """Go on with samples that have paused, and begin episodes; those that have ended wait for their groups. Return
+        the tokens of episodes that go on ``again``."""
         paused = [one for one in carried if one.paused is not None]
         self._before |= {one.trajectory.id: one.trajectory.completion_length for one in paused}
         for one in carried:
@@ -411,24 +394,33 @@ class RolloutWorker:
                 self._ended[one.trajectory.id] = one
                 self._news.append(one.trajectory.id)
         if self._plays:
-            self._play(requests, carried, paused)
-            return
+            return self._play(requests, carried, paused, again=again)
         for one in paused:
             most = min(self._params.max_tokens, one.trajectory.completion_length + self._partial)
             self.rounds.resume(one.trajectory, replace(self._params, max_tokens=most))
+        return {}
 
     def _play(
-        self, requests: Sequence[EpisodeRequest], carried: Sequence[EpisodeResult], paused: Sequence[EpisodeResult]
-    ) -> None:
+        self,
+        requests: Sequence[EpisodeRequest],
+        carried: Sequence[EpisodeResult],
+        paused: Sequence[EpisodeResult],
+        *,
+        again: bool,
+    ) -> dict[int, int]:
         """Begin these episodes and go on with paused ones. carried: all that go on or wait, whose observations are in
         the journal too."""
         assert self.player is not None
-        if self._journals is not None:
+        if self._observed is not None and again:
+            self._observed.recall([one.id for one in requests], self._least)
+        if self._journals is not None and self._log is None:
             about = f"version {self.engine.version}, {self._params}"
             about += f", after {sum(len(one.trajectory.tokens) for one in carried)}" if carried else ""
             ids = sorted([*(one.id for one in requests), *(one.trajectory.id for one in carried)])
-            self.player.pool.keep(ObservationJournal(self._journals, ids, about))
-        self.player.begin(requests, self._params, self._partial, paused)
+            self._observe(ObservationJournal.of_call(self._journals / f"rank-{self.rank}", ids, about))
+        known = self.player.begin(requests, self._params, self._partial, paused, again=again)
+        self._before |= known
+        return known
 
     def _result(self, t: Trajectory) -> EpisodeResult:
         """Return a sample that has ended or paused."""
@@ -437,7 +429,8 @@ class RolloutWorker:
 
     def _answer(self, t: Trajectory) -> EpisodeResult:
         """Return a single answer that has ended or paused."""
-        return EpisodeResult(t, {}, paused=self._paused(t))
+        left = self._log is not None and self._log.end(t)
+        return EpisodeResult(t, {}, paused={} if left else self._paused(t))
 
     def _paused(self, t: Trajectory) -> dict[str, Any] | None:
         """Return {} for an answer that was cut by ``rollout.partial`` alone; None for one that has ended."""
@@ -456,8 +449,8 @@ class RolloutWorker:
 
     @transfer(split="all", gather="first")
     def journal_to(self, folder: str) -> None:
-        """Keep what environments say in a folder of this rank below this one, for a step that runs again."""
-        self._journals = Path(folder) / f"rank-{self.rank}"
+        """Keep what environments say in this folder, for a step or samples that begin again."""
+        self._journals = Path(folder)
 
     @transfer(split="all", gather="first")
     def print_to(self, folder: str) -> None:
@@ -467,6 +460,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End the processes of environments."""
+        self._observe(None)
         if self.player is not None:
             self.player.pool.close()
 

@@ -25,6 +25,7 @@ from tilth.envs.calls import message_of
 from tilth.envs.environment import EnvironmentFault
 from tilth.envs.pool import Answer, EnvironmentPool
 from tilth.rollout.buffer import TrajectoryBuffer, joined, parted
+from tilth.rollout.prefix_log import FlightLog
 from tilth.rollout.turns import split_turn
 
 KEPT = "played"
@@ -85,6 +86,10 @@ class Episode:
     """True if the newest turn may end for these limits, before the recipe's."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """How the newest turn is drawn."""
+    again: bool = False
+    """True if the log may have its turns."""
+    known: int = 0
+    """Tokens of the policy that the log had."""
 
     @property
     def conversation(self) -> EpisodeConversation:
@@ -94,13 +99,17 @@ class Episode:
     @property
     def request_id(self) -> int:
         """Return the id of requests of this conversation, which selects their random numbers."""
-        id = self.request.id
-        return stream_id("conversation", id, self.at) if self.at else id
+        return conversation_id(self.request.id, self.at)
 
     @property
     def others(self) -> int:
         """Return the tokens of its other conversations."""
         return sum(one.buffer.length for one in self.conversations if one is not self.conversation)
+
+
+def conversation_id(episode: int, at: int) -> int:
+    """Return the id of requests of conversation ``at`` of an episode."""
+    return stream_id("conversation", episode, at) if at else episode
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,9 @@ class _Aside(NamedTuple):
     generating: dict[int, int]
     params: SamplingParams
     partial: int
+    log: FlightLog | None
+    next: list[Request]
+    going: list[tuple[Trajectory, SamplingParams]]
 
 
 class Player:
@@ -160,12 +172,18 @@ class Player:
         self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
         self.results: dict[int, EpisodeResult] = {}
         """Episodes that have ended or paused, for the caller to take."""
+        self.log: FlightLog | None = None
+        """Of turns in flight, where episodes may go on elsewhere."""
         self._params, self._partial = SamplingParams(), 0
         self._open: dict[int, Episode] = {}
         self._resumed: list[Answer] = []
         """Answers of environments of resumed episodes, from before they paused or while they were set aside."""
         self._generating: dict[int, int] = {}
         """Request in flight -> its episode."""
+        self._next: list[Request] = []
+        """Turns that the rounds of the engine are to take."""
+        self._going: list[tuple[Trajectory, SamplingParams]] = []
+        """Turns with which they are to go on."""
         self._unwanted: list[int] = []
         self._ended: list[Trajectory] = []
         self._aside: _Aside | None = None
@@ -189,34 +207,70 @@ class Player:
         params: SamplingParams,
         partial: int = 0,
         paused: Sequence[EpisodeResult] = (),
-    ) -> None:
+        again: bool = False,
+    ) -> dict[int, int]:
         """Begin episodes, beside those that are open, and go on with paused ones.
 
         partial: tokens of the policy from now on after which an episode pauses before its next turn; 0: none does.
+        again: episodes go on from the turns that ``log`` has, as far as their environments are known to answer; return
+        the tokens of these by episode.
         """
         self._params, self._partial = params, partial
         if partial:
             self.pool.keep_only([*(one.id for one in requests), *(one.trajectory.id for one in paused)])
-        for one in requests:
-            self._open[one.id] = Episode(one)
-            self.pool.begin(one.id, one.info)
+        begun = [Episode(one, again=again) for one in requests]
+        for episode in begun:
+            self._begin(episode)
         for result in paused:
             self._resume(result)
+        if again:
+            self._hear(self.pool.at_once())
+        return {episode.request.id: episode.known for episode in begun if episode.known}
+
+    def _begin(self, episode: Episode) -> None:
+        self._open[episode.request.id] = episode
+        self.pool.begin(episode.request.id, episode.request.info)
 
     @property
     def open(self) -> bool:
-        """True while an episode has not ended."""
-        return bool(self._open)
+        """True while an episode has not ended, or one has of which nobody knows."""
+        return bool(self._open or self._ended)
 
-    def requests(self, *, wait: bool) -> tuple[list[Request], list[int]]:
-        """Return the next turns, in the order of their ids, so that equal prompts meet, and the requests of episodes
-        that have ended meanwhile."""
-        if not self._open:
-            return [], []
-        answers = self._answers(WAIT if wait else 0.0)
-        made = [self._request(answer) for answer in sorted(answers, key=lambda a: a.episode)]
-        unwanted, self._unwanted = self._unwanted, []
-        return [request for request in made if request is not None], unwanted
+    def requests(self, *, wait: bool) -> tuple[list[Request], list[int], list[tuple[Trajectory, SamplingParams]]]:
+        """Return the next turns, in the order of their ids, so that equal prompts meet, the requests of episodes that
+        have ended meanwhile, and turns to go on with."""
+        if self._open:
+            self._hear(self._answers(WAIT if wait and not self._next and not self._going else 0.0))
+        found, self._next, self._unwanted, self._going = (self._next, self._unwanted, self._going), [], [], []
+        return found
+
+    def _hear(self, answers: Sequence[Answer]) -> None:
+        """Go on with episodes whose environments have answered, over the turns that the log has."""
+        while answers:
+            for answer in sorted(answers, key=lambda a: a.episode):
+                if (request := self._request(answer)) is not None:
+                    self._draw(request)
+            answers = self.pool.at_once() if self.log is not None else ()
+
+    def _draw(self, request: Request) -> None:
+        """Let a turn be drawn, or what the log lacks of it."""
+        if self.log is None:
+            self._next.append(request)
+            return
+        episode, known = self._open[self._generating[request.id]], None
+        if episode.again:
+            known = self.log.take(request)
+        else:
+            self.log.begin(request)
+        episode.known += 0 if known is None else known.completion_length
+        if known is not None and known.finish != "aborted":
+            self._turn_ended(known)
+        elif (params := self.log.left(request)) is None:
+            self._put_off(episode)
+        elif known is None:
+            self._next.append(replace(request, params=params))
+        else:
+            self._going.append((known, params))
 
     def _answers(self, seconds: float) -> list[Answer]:
         """Return what environments of open episodes have answered; wait for the first one at most this long."""
@@ -232,10 +286,12 @@ class Player:
         """Take turns that are drawn; return the episodes that have ended or paused, and what is no turn."""
         others = []
         for trajectory in finished:
-            if trajectory.id in self._generating:
-                self._turn_ended(trajectory)
-            else:
+            if trajectory.id not in self._generating:
                 others.append(trajectory)
+            elif self.log is not None and self.log.end(trajectory):
+                self._put_off(self._open[self._generating[trajectory.id]])
+            else:
+                self._turn_ended(trajectory)
         ended, self._ended = self._ended, []
         return [*others, *ended]
 
@@ -243,7 +299,7 @@ class Player:
         """End the episodes that are open, as after an error of the engine."""
         for id in self._open:
             self.pool.end(id)
-        for kept in (self._open, self._generating, self._resumed, self._unwanted, self._ended):
+        for kept in (self._open, self._generating, self._resumed, self._next, self._going, self._unwanted, self._ended):
             kept.clear()
 
     def discard(self, ids: Iterable[int]) -> list[int]:
@@ -252,16 +308,26 @@ class Player:
         gone = {id for id in ids if self._open.pop(id, None) is not None}
         for id in gone:
             self.pool.end(id)
-        flying = [request for request, id in self._generating.items() if id in gone]
-        for request in flying:
-            del self._generating[request]
-        return flying
+        return [request for request, id in [*self._generating.items()] if id in gone and self._withdraw(request)]
+
+    def _withdraw(self, request: int) -> bool:
+        """Forget the request of a turn; True if the rounds of the engine have it."""
+        if self._generating.pop(request, None) is None:
+            return False
+        if self.log is not None:
+            self.log.forget(request)
+        waiting = len(self._next) + len(self._going)
+        self._next = [one for one in self._next if one.id != request]
+        self._going = [one for one in self._going if one[0].id != request]
+        return waiting == len(self._next) + len(self._going)
 
     def set_aside(self) -> None:
         """Stop the open episodes until ``take_up``, so that others may be played; their environments go on."""
         self.pool.keep_only(self._open)
-        self._aside = _Aside(self._open, self._generating, self._params, self._partial)
+        how = self._params, self._partial, self.log, self._next, self._going
+        self._aside = _Aside(self._open, self._generating, *how)
         self._open, self._generating, self._resumed, self._late = {}, {}, [], self._resumed
+        self.log, self._next, self._going = None, [], []
 
     def drop_aside(self) -> None:
         """End the episodes that are set aside, as after an error of what was played meanwhile."""
@@ -273,7 +339,8 @@ class Player:
     def take_up(self) -> dict[int, SamplingParams]:
         """Go on with what was set aside. Return how the turns are drawn that were in flight, by request."""
         assert self._aside is not None
-        (self._open, self._generating, self._params, self._partial), self._aside = self._aside, None
+        self._open, self._generating, self._params, self._partial, self.log, self._next, self._going = self._aside
+        self._aside = None
         self._resumed, self._late = self._late, []
         return {request: self._open[id].params for request, id in self._generating.items()}
 
@@ -306,7 +373,9 @@ class Player:
     def _request(self, answer: Answer) -> Request | None:
         """Return the request for the policy's next turn; None if the episode ends or waits."""
         episode = self._open[answer.episode]
-        if answer.status != "ok":
+        if answer.status == "differs" and self.log is not None:
+            self._begin_anew(episode)
+        elif answer.status != "ok":
             self._close(episode, {}, answer.reason, answer.status)
         elif answer.op == "reward":
             score = answer.value
@@ -317,6 +386,18 @@ class Player:
         else:
             return self._stepped(episode, answer.value)
         return None
+
+    def _begin_anew(self, episode: Episode) -> None:
+        """Begin an episode whose lost environment, made again, answers otherwise, where others do not wait for it."""
+        if self._withdraw(episode.request_id):
+            self._unwanted.append(episode.request_id)
+        self._begin(Episode(episode.request, again=True))  # its first turn may be in the log
+
+    def _put_off(self, episode: Episode) -> None:
+        """Leave an episode for now, in the middle of a turn."""
+        self._withdraw(episode.request_id)
+        self.pool.end(episode.request.id)
+        self._leave(episode, EpisodeResult(_whole(episode), {}, turns=episode.turns, paused={}))
 
     def _stepped(self, episode: Episode, answer: Mapping[str, Any]) -> Request | None:
         """Go on after a step: with the next turn, or with the reward at the end of the episode."""
@@ -440,7 +521,7 @@ class Player:
     ) -> None:
         """End an episode. Tokens after the policy's last turn of a conversation are left out: nothing follows them."""
         self.pool.end(episode.request.id)
-        if self._generating.pop(episode.request_id, None) is not None:  # its lost environment was not the same again
+        if self._withdraw(episode.request_id):  # its lost environment was not the same again
             self._unwanted.append(episode.request_id)
         finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
         whole = _whole(episode)

@@ -1,5 +1,5 @@
 """Log of the tokens of samples in flight, from which they go on elsewhere: on another replica, after the death of
-theirs, or after that of the controller.
+theirs, or after that of the controller. A sample is an answer, or an episode, of which each turn is a request.
 
 Each rank appends to files of its own what its samples have drawn in a round, in one write; any rank reads those of all.
 A file has one attempt of the run, since attempts that return to one step may draw its samples again, otherwise. Frames
@@ -12,9 +12,9 @@ import re
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -22,11 +22,15 @@ import numpy as np
 
 from tilth.core.files import make_folder, writing
 from tilth.core.trajectory import Finish, Trajectory
-from tilth.engines.request import Request
+from tilth.engines.protocol import GenerationEngine
+from tilth.engines.request import Progress, Request, SamplingParams
+from tilth.plan.repack import LiveRow
 
-_FRAME = struct.Struct("<qqIII")
-"""Sample, number of tokens of its completion before these, bytes of the facts and of the columns, CRC-32 of both."""
+_FRAME = struct.Struct("<qqqIII")
+"""Request, its group, number of tokens of its completion before these, bytes of the facts and of the columns, CRC-32 of
+both."""
 _BEGUN = re.compile(r"attempt-(\d+)-from-(\d+)")
+_PART = re.compile(r"attempt-(\d+)-rank-(\d+)-part-\d+\.bin")
 
 
 class DrawnTokens(NamedTuple):
@@ -57,7 +61,7 @@ class DrawnTokens(NamedTuple):
         head = json.dumps(facts).encode()
         sampling = b"" if self.sampling is None else self.sampling.astype(np.float32).tobytes()
         columns = self.tokens.astype(np.int64).tobytes() + self.logprobs.astype(np.float32).tobytes() + sampling
-        numbers = self.request.id, self.start, len(head), len(columns)
+        numbers = self.request.id, self.request.group, self.start, len(head), len(columns)
         return _FRAME.pack(*numbers, zlib.crc32(head + columns)) + head + columns
 
     def after(self, end: int) -> "DrawnTokens":
@@ -80,9 +84,10 @@ class DrawnTokens(NamedTuple):
 
 @dataclass
 class _Frames:
-    """Places of the frames of a file, by sample. end: of the last one that is known."""
+    """Places of the frames of a file, by request. end: of the last one that is known; newest: its last group."""
 
     end: int = 0
+    newest: int = -1
     places: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -108,31 +113,34 @@ class PrefixLog:
         with writing(path), open(path, "ab") as file:
             file.write(b"".join(one.encoded() for one in drawn))
 
-    def take(self, request: Request) -> Trajectory | None:
-        """Return what the newest attempt that knows a token of a sample has of it, for a request that asks for it; None
-        without a token. Its finish is "aborted" unless all of it is there."""
-        begun = dict[int, int]()  # attempt -> version that its first phase began with
-        for match in filter(None, map(_BEGUN.fullmatch, os.listdir(self.folder))):
-            begun[int(match[1])] = min(int(match[2]), begun.get(int(match[1]), int(match[2])))
+    def take(self, request: Request, version: int | None = None) -> Trajectory | None:
+        """Return what the newest attempt that knows a token of a request has of it, for one that asks for the same;
+        None without a token. Its finish is "aborted" unless all of it is there. version: that must have drawn all of
+        it, where a sample has one; None: it may have several."""
+        begun, parts = dict[int, int](), defaultdict[int, list[Path]](list)
+        for name in sorted(os.listdir(self.folder)):
+            if match := _BEGUN.fullmatch(name):  # of the version that the first phase of an attempt began with
+                begun[int(match[1])] = min(int(match[2]), begun.get(int(match[1]), int(match[2])))
+            elif match := _PART.fullmatch(name):
+                parts[int(match[1])].append(self.folder / name)
         for attempt in sorted(begun, reverse=True):
-            if drawn := self._read(request, attempt):
-                void = min((version for later, version in begun.items() if later > attempt), default=None)
-                return _joined(request, drawn, void)
+            if drawn := self._read(request, parts[attempt]):
+                void = min((one for later, one in begun.items() if later > attempt), default=None)
+                found = _joined(request, drawn, void)
+                return found if found is None or version in (None, *_only(found)) else None
         return None
 
     def forget(self, below: int) -> None:
-        """Drop this rank's files of samples below this id alone, and write to a new one. StorageError."""
-        for path in self._files(rf"\d+-rank-{self.rank}"):
-            if max(self._scan(path).places, default=below - 1) < below:
+        """Drop the files of groups below this one alone, and write to a new one: this rank's, and those of earlier
+        attempts, of which no rank has to be there any more. StorageError."""
+        for name in sorted(os.listdir(self.folder)):
+            match, path = _PART.fullmatch(name), self.folder / name
+            mine = match is not None and (int(match[1]) < self.attempt or int(match[2]) == self.rank)
+            if mine and self._scan(path).newest < below:
                 del self._known[path]
                 with writing(path):
                     path.unlink(missing_ok=True)
         self._part += 1
-
-    def _files(self, whose: str) -> list[Path]:
-        """Return the files whose attempt and rank match a pattern."""
-        name = re.compile(rf"attempt-{whose}-part-\d+\.bin")
-        return [self.folder / one for one in sorted(os.listdir(self.folder)) if name.fullmatch(one)]
 
     def _scan(self, path: Path) -> _Frames:
         """Find the frames that are new in a file; none are left of one that another rank has dropped meanwhile."""
@@ -141,17 +149,17 @@ class PrefixLog:
             size = os.fstat(file.fileno()).st_size
             while known.end + _FRAME.size <= size:
                 file.seek(known.end)
-                id, _, head, columns, _ = _FRAME.unpack(file.read(_FRAME.size))
+                id, group, _, head, columns, _ = _FRAME.unpack(file.read(_FRAME.size))
                 if (end := known.end + _FRAME.size + head + columns) > size:
                     break
                 known.places[id].append(known.end)
-                known.end = end
+                known.end, known.newest = end, max(group, known.newest)
         return known
 
-    def _read(self, request: Request, attempt: int) -> list[DrawnTokens]:
-        """Return what an attempt has of a sample, in order, up to what is missing or torn."""
+    def _read(self, request: Request, parts: Sequence[Path]) -> list[DrawnTokens]:
+        """Return what files of an attempt have of a request, in order, up to what is missing or torn."""
         found = list[DrawnTokens]()
-        for path in self._files(rf"{attempt:06d}-rank-\d+"):
+        for path in parts:
             if places := self._scan(path).places.get(request.id):
                 with suppress(FileNotFoundError), open(path, "rb") as file:
                     found += filter(None, (_frame(file, place, request) for place in places))
@@ -166,7 +174,7 @@ class PrefixLog:
 def _frame(file: BinaryIO, place: int, request: Request) -> DrawnTokens | None:
     """Read a frame; None if it is torn, or of another prompt, or drawn in another way."""
     file.seek(place)
-    _, start, head, columns, checksum = _FRAME.unpack(file.read(_FRAME.size))
+    _, _, start, head, columns, checksum = _FRAME.unpack(file.read(_FRAME.size))
     data = file.read(head + columns)
     return DrawnTokens.decoded(request, start, data[:head], data[head:]) if zlib.crc32(data) == checksum else None
 
@@ -200,3 +208,91 @@ def _joined(request: Request, drawn: Sequence[DrawnTokens], void: int | None) ->
         text=last.text if whole else "",
         media=request.media,
     )
+
+
+def _only(t: Trajectory) -> list[int]:
+    """Return the version that drew all of a trajectory; none if there are several."""
+    return [version for _, version in t.versions[:1]] if len(t.versions) == 1 else []
+
+
+class FlightLog:
+    """Requests in flight on an engine, answers and turns of episodes, and what the log has of each. Between two rounds
+    the log has all that was drawn."""
+
+    def __init__(self, log: PrefixLog, engine: GenerationEngine, *, one_version: bool = False) -> None:
+        """one_version: a sample goes on only under the version that it has (``rollout.inflight = "finish"``)."""
+        self.log, self.engine, self._one_version = log, engine, one_version
+        self.stops: Mapping[int, int] = {}
+        """Request -> tokens with which it is left for now, those of its prompt among them."""
+        self.still, self.peak = 0, 0
+        """Requests that drew nothing in the last round; most tokens in flight since somebody set this to 0."""
+        self._flying: dict[int, tuple[Request, int]] = {}
+        """Request in flight -> itself, and the tokens of its completion that the log has."""
+        self._new: list[DrawnTokens] = []
+        """What is to be written."""
+
+    def begin(self, request: Request) -> None:
+        """Note a request of which nothing is known."""
+        self._flying[request.id] = request, 0
+
+    def take(self, request: Request) -> Trajectory | None:
+        """Note a request, unless the log has all of it, and return what the log has: see ``PrefixLog.take``."""
+        self.flush()
+        self.begin(request)
+        found = self.log.take(request, self.engine.version if self._one_version else None)
+        if found is not None:
+            self._add(DrawnTokens.of(request, found, 0, ended=found.finish != "aborted"))
+            if found.finish != "aborted":
+                self.forget(request.id)
+        return found
+
+    def left(self, request: Request) -> SamplingParams | None:
+        """Return how the rest of a request that was noted is drawn; None: nothing more of it for now."""
+        most = self.stops.get(request.id, len(request.prompt) + request.params.max_tokens) - len(request.prompt)
+        if most >= request.params.max_tokens:
+            return request.params
+        return replace(request.params, max_tokens=most) if most > self._flying[request.id][1] else None
+
+    def end(self, t: Trajectory) -> bool:
+        """Note what the engine has finished; True if it is only left for now."""
+        request, count = self._flying[t.id]
+        left = t.finish == "length" and t.completion_length < request.params.max_tokens
+        if t.routing is None or self.stops:  # the log has no routing, so the rest of others is drawn again
+            self._add(DrawnTokens.of(request, t, count, ended=not left))
+        self.forget(t.id)
+        return left
+
+    def pause(self, stopped: Sequence[Trajectory]) -> None:
+        """Log what requests have that are stopped for a while."""
+        for t in stopped:
+            request, count = self._flying[t.id]
+            self._add(DrawnTokens.of(request, t, count, ended=False))
+        self.flush()
+
+    def forget(self, id: int) -> None:
+        """Forget a request, if it is in flight."""
+        self._flying.pop(id, None)
+
+    def write(self, progress: Mapping[int, Progress]) -> None:
+        """Log what a round has drawn. StorageError."""
+        for i, new in progress.items():
+            self._add(DrawnTokens(*self._flying[i], new.tokens, new.logprobs, new.sampling, new.versions))
+        self.flush()
+        self.still = len(self._flying.keys() - progress.keys())
+        self.peak = max(self.peak, sum(row.tokens for row in self.rows()))
+
+    def rows(self) -> Iterator[LiveRow]:
+        """Yield what is in flight."""
+        for i, (one, count) in self._flying.items():
+            yield LiveRow(i, len(one.prompt) + count, one.params.max_tokens - count)
+
+    def flush(self) -> None:
+        """Write what was noted. StorageError."""
+        if self.engine.reports:
+            self.log.write(self._new)
+        self._new = []
+
+    def _add(self, drawn: DrawnTokens) -> None:
+        """Note what is to be written of a request in flight."""
+        self._new.append(drawn)
+        self._flying[drawn.request.id] = drawn.request, drawn.start + len(drawn.tokens)

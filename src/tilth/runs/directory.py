@@ -11,6 +11,7 @@ rewards, so that a step that runs again gets the same rewards.
 """
 
 import os
+import shutil
 import time
 import traceback
 import uuid
@@ -28,13 +29,13 @@ from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import StorageError, TilthError
-from tilth.core.files import make_folder, writing
+from tilth.core.files import make_folder, rename, writing
 from tilth.core.lines import Lines, replace
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, described, lost
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.rollout import prefixes
 from tilth.runs.environment import environment
-from tilth.runs.events import EVENTS, AsyncLog, RunReplay
+from tilth.runs.events import EVENTS, OBSERVATIONS, AsyncLog, RunReplay
 from tilth.runs.files import Lock, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
@@ -45,12 +46,8 @@ from tilth.runs.signals import HandOver, Interrupted
 
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
-OBSERVATIONS = "observations"
-"""Folder of what environments said in the newest calls."""
 PARTIAL = "partial"
 """Folder of trajectories that are in flight at the end of a step (``rollout.prefixes``)."""
-REPLAYED = "replayed"
-"""Folder of trajectories of a run that is replayed, by the version that drew the newest part."""
 RECENT = 8
 """Steps that a recovery in this process goes back at most, unless to a checkpoint."""
 REWARD_LOG = "reward.log"
@@ -139,6 +136,16 @@ class RunDir:
         recipes = [*(digest for digest in self.digests if digest != self.digest), self.digest]
         self._experience = AsyncLog(self.path / EVENTS, recipes, replay=self.replay, queue=self._queue)
         return self._experience
+
+    def observations(self) -> Path:
+        """Return the folder of what environments say, with what they said in the run that this one repeats.
+        StorageError."""
+        folder = self.path.resolve() / OBSERVATIONS
+        if self.replay is not None and not folder.exists():
+            with writing(folder):
+                made = shutil.copytree(self.replay.path.parent / OBSERVATIONS, f"{folder}.new", dirs_exist_ok=True)
+                rename(Path(made), folder)
+        return folder
 
     @property
     def digests(self) -> list[str]:

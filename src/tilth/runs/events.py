@@ -9,12 +9,13 @@ log adds is all that clocks decide: who was sampled under which weights, and wha
 """
 
 import json
+import math
 import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
@@ -31,10 +32,12 @@ from tilth.runs.readers import read_metrics, read_state
 
 EVENTS = "experience.jsonl"
 """File of the log in the folder of a run."""
+OBSERVATIONS = "observations"
+"""Folder of what environments said: in the newest calls, or in all of an asynchronous run, for its replay."""
 FORMAT = 1
 KINDS: Mapping[str, tuple[str, ...]] = {
     "admit": ("id", "group", "prompt"),
-    "finish": ("id", "versions", "length", "checksum"),
+    "finish": ("id", "versions", "opened", "length", "checksum"),
     "publish": ("version",),
     "pull": ("replica", "version"),
     "resume": ("id", "tokens", "version"),
@@ -42,7 +45,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "consume": ("id", "batch", "checksum"),
     "drop": ("id", "reason"),
 }
-"""Kind -> its fields. versions: ``Trajectory.versions``; length: tokens so far, with the prompt; checksum:
+"""Kind -> its fields. versions, opened: of ``Trajectory``; length: tokens so far, with the prompt; checksum:
 ``experience.identity`` of the tokens; batch: the step, from 1; replica: place along dp of one that takes weights in its
 own time. A sample goes on with its first ``tokens`` tokens of completion: "resume", after a failure or in a new
 process that began with this ``version``; "move", from one replica to another, by their places."""
@@ -70,12 +73,8 @@ class DrawnPart(NamedTuple):
     group: int
     prompt: int
     version: int
-    since: int | None
-    """Version that drew the part before; None: it is the first."""
-    stop: int
-    """Tokens of the trajectory with this part, and with the prompt."""
-    ends: bool
-    """True if the trajectory ended with it."""
+    stops: dict[int, int]
+    """Conversation -> its tokens with this part and the prompt, where a later version drew more of it."""
 
 
 class AsyncLog:
@@ -255,15 +254,9 @@ class RunReplay:
         """Open the log of a run for another one, which repeats it on any workers.
 
         DataError for a run without a log [--replay], with a damaged one, that ``who`` does not repeat [events.recipe],
-        whose drafts rounded by their timing [rollout.speculate], or with episodes [rollout.environment], of which the
-        log has the versions but not what environments said.
+        whose drafts rounded by their timing [rollout.speculate], or with episodes and without a journal of what
+        environments said [rollout.environment].
         """
-        if who.recipe.rollout.environment:
-            raise DataError(
-                f"--replay {run}: with rollout.environment = {who.recipe.rollout.environment} versions changed in the "
-                "middle of turns, and its log does not have what environments said; only single answers repeat",
-                key="rollout.environment",
-            )
         if who.recipe.rollout.speculate != "off" and not who.recipe.train.parity:
             raise DataError(
                 f"--replay {run}: with rollout.speculate = {who.recipe.rollout.speculate} passes have shapes, by which "
@@ -276,6 +269,12 @@ class RunReplay:
                 f"--replay {run}: it has no {EVENTS}, which runs with rollout.staleness write; others repeat by their "
                 "recipe alone",
                 key="--replay",
+            )
+        if who.recipe.rollout.environment and not any((run / OBSERVATIONS).glob("*.jsonl")):
+            raise DataError(
+                f"--replay {run}: it has no {OBSERVATIONS}, which runs with rollout.staleness and rollout.environment "
+                "write since they can be repeated",
+                key="rollout.environment",
             )
         changes = {} if state["digest"] == who.digest else who.changes(run, state)
         free = replace(who, allow=(*PLACES, REPLAY))
@@ -310,12 +309,16 @@ class RunReplay:
                 "the log is not the one that the run wrote",
                 key="events.order",
             )
-        spans, length = self._finished[id]["versions"], self._finished[id]["length"]
-        stops, before = [*(start for start, _ in spans[1:]), length], [None, *(version for _, version in spans)]
-        return [
-            DrawnPart(id, *self._admitted[id], version, since, stop, stop == length)
-            for (_, version), since, stop in zip(spans, before, stops)
+        spans, starts = self._finished[id]["versions"], [0, *self._finished[id].get("opened", ()), math.inf]
+        each = [
+            [(at - begin, version) for at, version in spans if begin <= at < end] for begin, end in pairwise(starts)
         ]
+        parts = list[DrawnPart]()
+        for version in sorted({version for _, version in spans}) or [-1]:  # -1: an episode without a turn
+            behind = [[at for at, later in conversation if later > version] for conversation in each]
+            stops = {place: ats[0] for place, ats in enumerate(behind) if ats}
+            parts.append(DrawnPart(id, *self._admitted[id], version, stops))
+        return parts
 
     def batch(self, step: int) -> list[DrawnPart]:
         """Return the last part of each trajectory that a step learned from, in order. DataError [replay.step] for a
@@ -331,9 +334,10 @@ class RunReplay:
         """Return what this version of the policy drew for steps after step ``after``, in their order."""
         return [part for step, part in self._parts.get(version, ()) if step > after]
 
-    def oldest(self, after: int) -> int:
-        """Return the first version that drew for steps after this one; -1: none."""
-        return min((version for version, drawn in self._parts.items() if drawn[-1][0] > after), default=-1)
+    def lowest(self, after: int) -> int:
+        """Return the lowest group that steps after this one learned from; a higher one if none did."""
+        later = chain.from_iterable(drawn for step, drawn in self._batches.items() if step > after)
+        return min((part.group for part, *_ in later), default=max(self._admitted, default=0) + 1)
 
     def check(self, step: int, place: int, id: int, checksum: int) -> None:
         """Raise TokenIdentityError [replay.trajectory] unless the step's trajectory number ``place`` is this one."""
