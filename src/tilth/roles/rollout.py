@@ -315,10 +315,12 @@ class RolloutWorker:
         """Log the tokens of samples in flight in this folder until ``begin``, see ``PrefixLog``, and what environments
         say where ``journal_to`` has told. For engines that can resume samples.
 
-        least: lowest id of those that go on; complete: environments say nothing new. StorageError.
+        least: lowest id of those that go on; complete: of a replay, in which environments say nothing new.
+        StorageError.
         """
         log = PrefixLog(Path(folder), attempt, version, self.rank)
-        self._log_in(FlightLog(log, self.engine, one_version=self.section.inflight == "finish"))
+        finish = self.section.inflight == "finish" and not complete  # a replay collects what earlier versions drew
+        self._log_in(FlightLog(log, self.engine, one_version=finish))
         self._least = least
         if self._journals is not None:
             self._observe(ObservationJournal.of_attempt(self._journals, attempt, self.rank, complete=complete))

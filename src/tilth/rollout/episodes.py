@@ -146,7 +146,7 @@ class _Aside(NamedTuple):
     params: SamplingParams
     partial: int
     log: FlightLog | None
-    next: list[Request]
+    new: list[Request]
     going: list[tuple[Trajectory, SamplingParams]]
 
 
@@ -180,7 +180,7 @@ class Player:
         """Answers of environments of resumed episodes, from before they paused or while they were set aside."""
         self._generating: dict[int, int] = {}
         """Request in flight -> its episode."""
-        self._next: list[Request] = []
+        self._new: list[Request] = []
         """Turns that the rounds of the engine are to take."""
         self._going: list[tuple[Trajectory, SamplingParams]] = []
         """Turns with which they are to go on."""
@@ -240,8 +240,8 @@ class Player:
         """Return the next turns, in the order of their ids, so that equal prompts meet, the requests of episodes that
         have ended meanwhile, and turns to go on with."""
         if self._open:
-            self._hear(self._answers(WAIT if wait and not self._next and not self._going else 0.0))
-        found, self._next, self._unwanted, self._going = (self._next, self._unwanted, self._going), [], [], []
+            self._hear(self._answers(WAIT if wait and not self._new and not self._going else 0.0))
+        found, self._new, self._unwanted, self._going = (self._new, self._unwanted, self._going), [], [], []
         return found
 
     def _hear(self, answers: Sequence[Answer]) -> None:
@@ -255,7 +255,7 @@ class Player:
     def _draw(self, request: Request) -> None:
         """Let a turn be drawn, or what the log lacks of it."""
         if self.log is None:
-            self._next.append(request)
+            self._new.append(request)
             return
         episode, known = self._open[self._generating[request.id]], None
         if episode.again:
@@ -268,7 +268,7 @@ class Player:
         elif (params := self.log.left(request)) is None:
             self._put_off(episode)
         elif known is None:
-            self._next.append(replace(request, params=params))
+            self._new.append(replace(request, params=params))
         else:
             self._going.append((known, params))
 
@@ -299,7 +299,7 @@ class Player:
         """End the episodes that are open, as after an error of the engine."""
         for id in self._open:
             self.pool.end(id)
-        for kept in (self._open, self._generating, self._resumed, self._next, self._going, self._unwanted, self._ended):
+        for kept in (self._open, self._generating, self._resumed, self._new, self._going, self._unwanted, self._ended):
             kept.clear()
 
     def discard(self, ids: Iterable[int]) -> list[int]:
@@ -316,18 +316,18 @@ class Player:
             return False
         if self.log is not None:
             self.log.forget(request)
-        waiting = len(self._next) + len(self._going)
-        self._next = [one for one in self._next if one.id != request]
+        waiting = len(self._new) + len(self._going)
+        self._new = [one for one in self._new if one.id != request]
         self._going = [one for one in self._going if one[0].id != request]
-        return waiting == len(self._next) + len(self._going)
+        return waiting == len(self._new) + len(self._going)
 
     def set_aside(self) -> None:
         """Stop the open episodes until ``take_up``, so that others may be played; their environments go on."""
         self.pool.keep_only(self._open)
-        how = self._params, self._partial, self.log, self._next, self._going
+        how = self._params, self._partial, self.log, self._new, self._going
         self._aside = _Aside(self._open, self._generating, *how)
         self._open, self._generating, self._resumed, self._late = {}, {}, [], self._resumed
-        self.log, self._next, self._going = None, [], []
+        self.log, self._new, self._going = None, [], []
 
     def drop_aside(self) -> None:
         """End the episodes that are set aside, as after an error of what was played meanwhile."""
@@ -339,7 +339,7 @@ class Player:
     def take_up(self) -> dict[int, SamplingParams]:
         """Go on with what was set aside. Return how the turns are drawn that were in flight, by request."""
         assert self._aside is not None
-        self._open, self._generating, self._params, self._partial, self.log, self._next, self._going = self._aside
+        self._open, self._generating, self._params, self._partial, self.log, self._new, self._going = self._aside
         self._aside = None
         self._resumed, self._late = self._late, []
         return {request: self._open[id].params for request, id in self._generating.items()}
