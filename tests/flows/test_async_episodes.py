@@ -11,7 +11,7 @@ from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.killed import FLOWS
-from tests.flows.test_async_cluster import POOLS
+from tests.flows.test_async_cluster import POOLS, RANKS, Kills, short_rounds  # noqa: F401  (a fixture)
 from tests.flows.test_async_sampler import check_once, members, numbers, rows, state
 from tests.flows.test_episodes import PLUGIN, Falls
 from tests.flows.test_episodes import recipe as episodes
@@ -20,6 +20,7 @@ from tests.flows.test_replay import check_same, versions
 from tests.flows.test_resume import kill_and_resume
 from tests.serve.test_agent import runs as agents
 from tilth.core.errors import DataError, PluginError
+from tilth.core.random import stream_id
 from tilth.data.prompts import PromptSet
 from tilth.runs.events import EVENTS, read_events
 from tilth.runs.readers import read_metrics
@@ -316,3 +317,23 @@ def test_a_killed_process_of_environments_costs_no_episode(tmp_path):
     check_turns(result)
     assert len(kills.killed) == 2 and not any("is new" in line for line in kills.messages), kills.messages
     assert all(record["staleness/max"] <= 2 for record in read_metrics(result.directory))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_episodes_of_a_replica_that_dies_go_on_with_their_turns(tmp_path, short_rounds):  # noqa: F811
+    """On other workers, and with new environments; a replay inline has the same."""
+    kills = Kills(RANKS["replica"], [2, 4], stream_id("kills", 1))
+    how, more = {"pool": "rollout", "layout": {"dp": 2}}, {"algorithm": {"steps": 8}}
+    made = exact(tmp_path, PLUGIN, rollout=how, cluster=POOLS, **more)
+    plugins = {"plugins": (*made.plugins, *short_rounds)}
+    made = made.model_copy(update=plugins)
+    run = tiny.run(made, reward=None, name="run", callbacks=[kills])
+    kills.join()
+    assert len(kills.killed) == 2
+    check_once(run, 8, prompts=4)
+    check_turns(run)
+    check_resumed(run)
+    where = {"rollout": {"pool": "", "layout": {"dp": 1}}, "cluster": {"backend": "inline", "pools": {}}}
+    inline = exact(tmp_path, PLUGIN, **more, **where).model_copy(update=plugins)
+    check_same(run, tiny.run(inline, reward=None, name="again", replay=run.directory))
