@@ -86,7 +86,7 @@ class Run:
         self.sampler = Sampler(*given)
         if recipe.rollout.staleness:
             events, again = directory.experience_log(), directory.replay
-            how = {"store": store, "events": events, "attempt": directory.attempt}
+            how: dict[str, Any] = {"store": store, "events": events, "attempt": directory.attempt}
             if again is not None:
                 self.sampler = ReplaySampler(*given, replay=again, **how)
             else:
