@@ -101,6 +101,15 @@ def test_a_failure_while_the_policy_writes_is_repeated_in_place_of_the_answer_be
     assert (answer.status, answer.reason, answer.value) == ("died", "its process died", None)
 
 
+def test_an_episode_that_fails_between_two_calls_is_in_no_journal(pool, tmp_path):
+    journal = ObservationJournal.of_call(tmp_path, [0], "version 1")
+    pool.keep(journal)
+    begin(pool, 0)
+    journal.close()
+    assert pool._fail(pool._episodes[0], "its process died", "died").status == "died"
+    assert [heard.status for heard in ObservationJournal.of_call(tmp_path, [0], "version 1").known[0]] == ["ok"]
+
+
 def test_a_replay_asks_environments_nothing(pool, tmp_path):
     pool.keep(attempt(tmp_path, 1))
     begin(pool, 0)

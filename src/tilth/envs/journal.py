@@ -34,7 +34,7 @@ class ObservationJournal:
     def __init__(self, path: Path, earlier: Iterable[Path] = (), complete: bool = False) -> None:
         """earlier: files for ``recall``, the oldest first. complete: nothing may be asked that they do not have."""
         make_folder(path.parent)
-        self.path, self.complete, self._earlier = path, complete, [*earlier]
+        self.path, self.complete, self.closed, self._earlier = path, complete, False, [*earlier]
         self._lines = Lines(path, text=True)
         self._all: dict[int, list[Heard]] | None = None
         self.known: dict[int, list[Heard]] = {}
@@ -74,7 +74,8 @@ class ObservationJournal:
         self._lines.sync()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what the episodes say that wait for a later call is no part of it."""
+        self.closed = True
         self._lines.close()
 
 

@@ -296,7 +296,7 @@ class EnvironmentPool:
         return []
 
     def _write(self, episode: _Episode, heard: Heard) -> None:
-        if episode.journal is not None:
+        if episode.journal is not None and not episode.journal.closed:
             episode.journal.write(len(episode.said) - episode.before, heard)
 
     def _fail(self, episode: _Episode, reason: str, status: Status) -> Answer:

@@ -319,8 +319,8 @@ class RolloutWorker:
         StorageError.
         """
         log = PrefixLog(Path(folder), attempt, version, self.rank)
-        finish = self.section.inflight == "finish" and not complete  # a replay collects what earlier versions drew
-        self._log_in(FlightLog(log, self.engine, one_version=finish))
+        finish = self.section.inflight == "finish"
+        self._log_in(FlightLog(log, self.engine, one_version=finish, complete=complete))
         self._least = least
         if self._journals is not None:
             self._observe(ObservationJournal.of_attempt(self._journals, attempt, self.rank, complete=complete))

@@ -219,9 +219,13 @@ class FlightLog:
     """Requests in flight on an engine, answers and turns of episodes, and what the log has of each. Between two rounds
     the log has all that was drawn."""
 
-    def __init__(self, log: PrefixLog, engine: GenerationEngine, *, one_version: bool = False) -> None:
-        """one_version: a sample goes on only under the version that it has (``rollout.inflight = "finish"``)."""
-        self.log, self.engine, self._one_version = log, engine, one_version
+    def __init__(
+        self, log: PrefixLog, engine: GenerationEngine, *, one_version: bool = False, complete: bool = False
+    ) -> None:
+        """one_version: a sample goes on only under the version that it has (``rollout.inflight = "finish"``); complete:
+        of a replay, which collects samples as the log has them, under any version, and without experts."""
+        self.log, self.engine = log, engine
+        self._one_version, self._complete = one_version and not complete, complete
         self.stops: Mapping[int, int] = {}
         """Request -> tokens with which it is left for now, those of its prompt among them."""
         self.still, self.peak = 0, 0
@@ -257,7 +261,7 @@ class FlightLog:
         """Note what the engine has finished; True if it is only left for now."""
         request, count = self._flying[t.id]
         left = t.finish == "length" and t.completion_length < request.params.max_tokens
-        if t.routing is None or self.stops:  # the log has no routing, so the rest of others is drawn again
+        if t.routing is None or self._complete:  # else the rest is drawn again, as the log has no routing
             self._add(DrawnTokens.of(request, t, count, ended=not left))
         self.forget(t.id)
         return left
