@@ -18,7 +18,7 @@ Status = Literal["ok", "error", "timeout", "died", "differs"]
 
 
 class Heard(NamedTuple):
-    """What an environment was asked, and its answer. value: None unless ``status`` is ok; then ``reason`` says why. An
+    """Answer of an environment, and the request. value: None unless ``status`` is ok; then ``reason`` says why. An
     environment that failed while nothing was asked of it has a request without an op."""
 
     asked: Asked
