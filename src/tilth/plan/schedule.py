@@ -7,7 +7,9 @@ consecutive ranks where that starts them no later, and short sequences fill the 
 """
 
 import heapq
+import math
 from collections.abc import Callable
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +21,8 @@ from tilth.plan.packing import Numbers, micro_batches
 Balance = Literal["tokens", "cost", "none"]
 WIDER = (1, 2, 4, 8, 16)
 """Divisors of the mean load that gangs are widened to, in this order, until the ranks are even."""
+CHOICES = 64
+"""Most widths of all gangs together that are tried one by one, and most sequences of a batch for which they are."""
 WORTH = 0.9
 """Share of the time of narrower gangs in which wider ones, which send more, must end."""
 CUTS = 4
@@ -174,8 +178,7 @@ def _balanced(batch: _Batch, tolerance: float, stages: int) -> Rounds:
     mean = float(batch.weights.sum()) / batch.ranks
     bound = (1 + tolerance) * max(mean, stages * batch.longest(long), float(batch.weights[short].max(initial=0)))
     best, found, before = np.inf, Rounds(), np.zeros(0, np.int64)
-    for divisor in WIDER:
-        widths = batch.widths(long, mean / divisor)
+    for widths in _all_widths(batch, long) or (batch.widths(long, mean / divisor) for divisor in WIDER):
         if best < np.inf and (before == widths).all():
             continue
         gangs = _place_gangs(batch, long, widths, tolerance * mean, stages)
@@ -186,6 +189,15 @@ def _balanced(batch: _Batch, tolerance: float, stages: int) -> Rounds:
         if best <= bound:
             break
     return found
+
+
+def _all_widths(batch: _Batch, rows: np.ndarray) -> list[np.ndarray]:
+    """Return every choice of ranks for the gangs of a small batch, narrowest first; [] for any other batch."""
+    least, most = batch.least[rows], batch.widths(rows, float(batch.weights[rows].min(initial=1.0)) / batch.ranks)
+    if len(batch.lengths) > CHOICES or math.prod((most - least + 1).tolist()) > CHOICES:
+        return []
+    every = product(*(range(high, low - 1, -1) for low, high in zip(least.tolist(), most.tolist())))
+    return [np.array(widths, np.int64) for widths in sorted(every, key=sum)]
 
 
 def _place_gangs(batch: _Batch, rows: np.ndarray, widths: np.ndarray, step: float, stages: int) -> _Gangs:
