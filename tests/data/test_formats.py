@@ -21,7 +21,7 @@ from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.columns import plain
-from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, read_records
+from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, read_records, tried_records
 from tilth.data.sizes import BATCH, batch_rows, pieces
 
 RECORDS = [
@@ -184,6 +184,39 @@ def test_any_text_survives(tmp_path, records):
     for name in ("d.jsonl", "d.parquet", "stream.arrow", "list.json"):
         WRITERS[name](tmp_path / name, records)
         assert read(tmp_path / name) == records
+
+
+LINES = ['{"a": 1}', ' {"a": 1} ', '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": 1}\r', '{"a": 1}\r\r', '{"a": 1} {"b": 2}']
+LINES += [
+    '{"a": 1}x',
+    '{"a": 1},',
+    "[1]",
+    "3",
+    "null",
+    '{"a": ',
+    "",
+    " ",
+    '\ufeff{"a": 1}',
+    '{"a": "\\ud800"}',
+    "\x00",
+    "[" * 9999,
+]
+LINES += [f'{{"a": {"9" * 9999}}}']
+
+
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(LINES)))
+def test_a_line_is_what_json_makes_of_it_alone(tmp_path, lines):
+    (tmp_path / "d.jsonl").write_bytes("\n".join(["{}", *lines]).encode())
+    expected = [{}]
+    for line in filter(str.strip, lines):
+        try:
+            value = json.loads(line.rstrip("\r\n"))
+        except (ValueError, RecursionError):
+            value = None
+        expected.append(value if isinstance(value, dict) else DataError)
+    found = [record for _, record in tried_records(str(tmp_path / "d.jsonl"))]
+    assert repr([DataError if isinstance(record, DataError) else record for record in found]) == repr(expected)
 
 
 def test_places(tmp_path):

@@ -142,7 +142,7 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
 
     Raises ``DataError``; its key is the record's place and the column.
     """
-    if not isinstance(record, Mapping):
+    if type(record) is not dict and not isinstance(record, Mapping):  # a test of a class costs more
         raise RecordError.at(f"a {type(record).__name__}, not an object with a prompt", where, key="type")
     items = record.get(MEDIA)
     if isinstance(items, (list, tuple)) and items and isinstance(items[0], MediaItem):
@@ -221,7 +221,8 @@ def plain(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN or (kind is dict and _PLAIN.issuperset(map(type, value.values()))):
         return value
     if isinstance(value, Mapping):
         if all(type(v) in _PLAIN for v in value.values()):

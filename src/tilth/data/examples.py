@@ -10,7 +10,7 @@ from tilth.core.errors import DataError
 from tilth.core.media import check_media
 from tilth.data.cache import CacheEntry
 from tilth.data.columns import SYNONYMS, Pair, Prompt, RecordError, record_key
-from tilth.data.records import Joined, PromptSet, Records
+from tilth.data.records import PromptSet, wholes_of
 from tilth.data.template import Example, Template
 
 _CHECKED = 20_000
@@ -62,10 +62,7 @@ def checked_prompts(prompts: PromptSet, answers: bool = False) -> list[Prompt]:
     """
     if len(prompts) <= _CHECKED:
         return list(prompts)
-    source = prompts.source
-    if answers and isinstance(source, (Records, Joined)):  # not a task, whose answers are short and many
-        return prompts.extremes(_CHECKED, source.wholes())
-    return prompts.extremes(_CHECKED)
+    return prompts.extremes(_CHECKED, wholes_of(prompts.source) if answers else None)
 
 
 def token_lengths(prompts: PromptSet, template: Template, entry: CacheEntry, *, answers: bool) -> np.ndarray:

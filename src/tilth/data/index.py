@@ -1,4 +1,9 @@
-"""Index of a source, made in one pass, and items that are read on demand from a file beside it."""
+"""Index of a source, made in one pass, and items that are read on demand from a file beside it.
+
+Only what opens or writes such a file imports pyarrow, which a process that gets an open one does without.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -9,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
+from json.encoder import c_make_encoder, encode_basestring_ascii  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA
@@ -27,12 +32,12 @@ file."""
 OPEN = 128
 """Files of sources that a process has open at once, of those that it reads on demand."""
 _BATCH = 1 << 20
-_SCHEMA = pa.schema(
-    [("item", pa.binary()), ("hash", pa.uint32()), ("size", pa.int64()), ("whole", pa.int64()), ("digest", pa.uint64())]
-)
-"""Columns of the file; the last one is there if digests were asked for."""
+_KINDS = {"hash": np.uint32, "size": np.int64, "whole": np.int64, "digest": np.uint64}
+"""Columns of the file beside the items; the last one is there if digests were asked for."""
 _TEXTS = 1 << 16
-"""Characters of texts whose alphabet is found at once."""
+"""Bytes of texts that are taken into alphabet and digest at once."""
+_TEXT = b"\0"
+"""Byte before an item's text, which JSON has in none of its own."""
 
 
 IndexColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -84,44 +89,49 @@ class Indexer:
         self.digests = digests
         self._crcs, self._digests = array("I"), array("Q")
         self._sizes, self._wholes = array("q"), array("q")
-        self._texts, self._waiting = list[str](), 0
+        self._texts, self._contents, self._waiting = list[bytes](), list[str](), 0
         self._alphabet: set[str] = set()
+        self._ascii = b""
+        """Characters of the alphabet that are one byte."""
         self._content = hashlib.blake2b(digest_size=8)
         self._pairs = self._media = False
 
     def add(self, p: Prompt) -> Prompt:
         """Add the next prompt, and return it."""
-        self._crcs.append(zlib.crc32(p.key.encode()))
-        self._sizes.append(len(p.text.encode()))
-        self._wholes.append(len(p.document.encode()))
-        self._note(_said(p) if p.whole == p.text else [*_said(p), p.whole])
-        self._pairs |= bool(p.pairs)
+        text, answer, whole, key = p.text.encode(), (p.answer or "").encode(), p.whole.encode(), p.key
+        self._crcs.append(zlib.crc32(text if key is p.text else key.encode()))
+        self._sizes.append(len(text))
+        self._wholes.append(len(whole) or len(text) + len(answer))
+        self._texts += (text, answer) if whole == text else (text, answer, whole)
+        if p.pairs:
+            self._texts += (side.encode() for pair in p.pairs for side in pair[:2])
+            self._pairs = True
         self._media |= bool(p.media)
-        content = [p.text, p.info, *([p.answer, p.messages] if p.messages else []), *p.media]
-        self._content.update(_digest(content).encode())
+        content = [p.text, p.info, *([p.answer, p.messages] if p.messages else ()), *p.media]
+        self._contents.append(_digest(content))
         if self.digests:
             self._digests.append(sample_digest(p))
+        self._waiting += len(self._contents[-1]) + len(answer) + len(whole)
+        if self._waiting > _TEXTS:
+            self._take_in()
         return p
 
-    def _note(self, texts: list[str]) -> None:
-        """Note the characters of texts, many texts at a time."""
-        self._texts += texts
-        self._waiting += sum(map(len, texts))
-        if self._waiting > _TEXTS:
-            self._spell()
-
-    def _spell(self) -> None:
-        """Add the characters that wait to the alphabet."""
-        points = np.frombuffer("".join(self._texts).encode("utf-32-le"), np.uint32)
-        found = np.zeros(int(points.max(initial=0)) + 1, bool)
-        found[points] = True
-        self._alphabet.update(map(chr, np.flatnonzero(found)))
-        self._texts, self._waiting = [], 0
+    def _take_in(self) -> None:
+        """Add the texts that wait to the alphabet, and their contents to the digest."""
+        others = b"".join(self._texts).translate(None, self._ascii)
+        if others:
+            points = np.frombuffer(others.decode().encode("utf-32-le"), np.uint32)
+            found = np.zeros(int(points.max()) + 1, bool)
+            found[points] = True
+            self._alphabet.update(map(chr, np.flatnonzero(found)))
+            self._ascii = "".join(filter(str.isascii, self._alphabet)).encode()
+        self._content.update("".join(self._contents).encode())
+        self._texts, self._contents, self._waiting = [], [], 0
 
     def done(self, left: Mapping[str, int] | None = None) -> Index:
         """Return the index. left: ``Index.left``."""
+        self._take_in()
         found = self._content.hexdigest()
-        self._spell()
         columns = self.columns(0, len(self._crcs))
         content, alphabet = f"pairs {found}" if self._pairs else found, "".join(sorted(self._alphabet))
         return Index(lambda: columns, alphabet, content, dict(left or {}), self._media)
@@ -156,18 +166,27 @@ def _digestible(value: Any) -> Any:
     return repr(value)
 
 
-_digest = json.JSONEncoder(sort_keys=True, default=_digestible).encode
-_plain_json = json.JSONEncoder(default=plain).encode
+def _encoder(default: Callable[[Any], Any], *, sort: bool) -> Callable[[Any], str]:
+    """Return ``JSONEncoder(sort_keys=sort, default=default).encode``, which makes C's encoder anew for each value and
+    takes twice the time."""
+    how = None, default, encode_basestring_ascii, None, ": ", ", ", sort, False, True
+    encode = c_make_encoder(*how)
+    return lambda value: "".join(encode(value, 0))
+
+
+_digest = _encoder(_digestible, sort=True)
+_plain_json = _encoder(plain, sort=False)
 
 
 def _encoded(p: Prompt) -> bytes:
-    """Return a prompt of a file as JSON; its info is plain. Raises ``DataError`` for media, which are bytes."""
+    """Return a prompt of a file as JSON, ``_TEXT`` and its text; its info is plain. Raises ``DataError`` for media,
+    which are bytes."""
     if p.media:
         message = f"{p.where}: its transform returns media, which no cache of files keeps; give tilth.train the records"
         raise DataError(message, key=record_key(p.where, MEDIA))
     whole = None if p.whole == p.text else p.whole
-    found = [p.text, p.answer, p.info, p.messages, p.where, p.pairs, p.tools, whole]
-    return _plain_json(found).encode()
+    found = _plain_json([p.answer, p.info, p.messages, p.where, p.pairs, p.tools, whole])
+    return b"%b%b%b" % (found.encode(), _TEXT, p.text.encode())
 
 
 class Prompts(Protocol):
@@ -203,17 +222,30 @@ class Stored:
     of a process that reads single items of hundreds of files.
     """
 
-    def __init__(self, entry: CacheEntry) -> None:
-        self.entry, self.state = entry, entry.state()
+    def __init__(self, entry: CacheEntry, state: FileState, places: list[list[int]], first: np.ndarray) -> None:
+        """places: in the file, of each batch's item ends int32 [rows + 1], of its items, and of its other columns.
+
+        first: int64 [batches + 1], first prompt of each batch, then the number of all.
+        """
+        self.entry, self.state, self._places, self._first = entry, state, places, first
+
+    @classmethod
+    def opened(cls, entry: CacheEntry) -> Stored:
+        """Open the file of an intact entry."""
+        import pyarrow as pa
+
+        state = entry.state()
         with pa.memory_map(str(entry.file)) as mapped:
             start, reader = mapped.read_buffer().address, pa.ipc.open_file(mapped)
             every = (reader.get_batch(i) for i in range(reader.num_record_batches))
             batches = [batch for batch in every if batch.num_rows]
-            self._places = [
+            places = [
                 [part.address - start for column in batch.columns for part in column.buffers()[1:]] for batch in batches
             ]
-        """Places in the file of each batch's item ends int32 [rows + 1], of its items, and of its other columns."""
-        self._first = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        return cls(entry, state, places, np.cumsum([0, *(batch.num_rows for batch in batches)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stored, (self.entry.rooted(), self.state, self._places, self._first)
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -224,8 +256,8 @@ class Stored:
         part = int(np.searchsorted(self._first, index, side="right")) - 1
         ends, items = self._places[part][:2]
         begin, end = np.frombuffer(self._read(ends + 4 * (index - int(self._first[part])), 8), np.int32).tolist()
-        item = self._read(items + begin, end - begin)
-        text, answer, info, messages, where, pairs, tools, whole = json.loads(item)
+        about, _, said = self._read(items + begin, end - begin).partition(_TEXT)
+        text, (answer, info, messages, where, pairs, tools, whole) = said.decode(), json.loads(about.decode())
         found = tuple(Pair(*pair) for pair in pairs)
         whole = text if whole is None else whole
         return Prompt(index, text, answer, info, tuple(messages), where, found, tuple(tools), whole=whole)
@@ -240,12 +272,16 @@ class Stored:
             raise DataError(message, key=f"{self.entry.file.name}.changed")
         return found
 
+    def index(self) -> Index:
+        """Return the index, whose columns are read when they are asked for."""
+        about = self.entry.about()
+        return Index(self.columns, about["alphabet"], about["fingerprint"], about["left"])
+
     def columns(self) -> IndexColumns:
         """Return the columns of the index."""
         rows = np.diff(self._first).tolist()
-        kinds = [field.type.to_pandas_dtype() for field in list(_SCHEMA)[1:]]
         found = []
-        for kind, *places in zip(kinds, *(place[2:] for place in self._places)):
+        for kind, *places in zip(_KINDS.values(), *(place[2:] for place in self._places)):
             sizes = (count * np.dtype(kind).itemsize for count in rows)
             found.append(np.frombuffer(b"".join(map(self._read, places, sizes)), kind))
         a, b, c, *d = found
@@ -266,7 +302,8 @@ def keep(
     sources: among which ``IN_MEMORY`` is divided. Raises ``StorageError``.
     """
     if entry is not None and entry.damage() == "":
-        return kept(entry)
+        stored = Stored.opened(entry)
+        return stored, stored.index()
     indexer, held, size = Indexer(digests=digests), list[Prompt](), 0
     coming = map(indexer.add, prompts)
     for prompt in coming:
@@ -280,19 +317,16 @@ def keep(
         _write(file, chain(held, coming), indexer)
         found = indexer.done(left)
         about |= {"alphabet": found.alphabet, "fingerprint": found.fingerprint, "left": found.left}
-    return Stored(entry), found
-
-
-def kept(entry: CacheEntry) -> tuple[Stored, Index]:
-    """Return the prompts and the index of an intact entry."""
-    about, stored = entry.about(), Stored(entry)
-    return stored, Index(stored.columns, about["alphabet"], about["fingerprint"], about["left"])
+    return Stored.opened(entry), found
 
 
 def _write(file: Path, prompts: Iterable[Prompt], indexer: Indexer) -> None:
     """Write prompts that the indexer has seen when they come, a batch of them at a time."""
+    import pyarrow as pa
+
     start, size, items = 0, 0, list[bytes]()
-    schema = _SCHEMA if indexer.digests else _SCHEMA.remove(len(_SCHEMA) - 1)
+    fields = [("item", pa.binary()), *((name, pa.from_numpy_dtype(kind)) for name, kind in _KINDS.items())]
+    schema = pa.schema(fields if indexer.digests else fields[:-1])
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
 
         def flush() -> None:

@@ -11,15 +11,15 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.data.cache import CacheEntry, FileState
 from tilth.data.columns import Columns, Prompt
 from tilth.data.computed import Computed, Source, has_media, mixed
-from tilth.data.index import Index, Indexer, Prompts, Stored, kept, sample_digest
+from tilth.data.index import Index, Indexer, Prompts, Stored, sample_digest
 from tilth.data.order import Order
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ class Records(Computed):
         index: Index | None = None,
         again: tuple[Read, RecordOrigin] | bytes | None = None,
         media: bool = False,
+        left: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """again: what reads it in another process, bytes if it has come from one. media: a prompt has media; ignored
-        if an index says it."""
+        """again: what reads it in another process, bytes if it has come from one. media: a prompt has media; left:
+        reason -> records that are left out; both ignored if there is an index, which says it."""
         self._prompts, self._again = prompts, again
         self.media = media if index is None else index.media
-        self.left: Mapping[str, int] = {} if index is None else index.left
-        """Reason -> records that are left out (``Index.left``)."""
+        self.left = left if index is None else index.left
         if index is not None:
             self.index = index
 
@@ -64,7 +64,7 @@ class Records(Computed):
             data = origin.data.model_copy(update={"mixture": ()})  # of which ``part`` is all that it reads
             sent = pickle.dumps((read, replace(origin, part=rooted, data=data)))
         if isinstance(self._prompts, Stored):
-            return _found, (self._prompts.entry.rooted(), self._prompts.state, sent, self.fingerprint())
+            return _found, (self._prompts, self.left, sent, self.fingerprint())
         return _reopened, (sent, self.fingerprint())
 
     def __len__(self) -> int:
@@ -80,7 +80,9 @@ class Records(Computed):
 
     @cached_property
     def index(self) -> Index:
-        """Its index, made in one pass."""
+        """Its index, made in one pass unless it is kept."""
+        if isinstance(self._prompts, Stored):
+            return self._prompts.index()
         indexer = Indexer()
         for i in range(len(self)):
             indexer.add(self._prompts[i])
@@ -110,11 +112,11 @@ class Records(Computed):
         return self.index.fingerprint
 
 
-def _found(entry: CacheEntry, state: FileState, sent: bytes, fingerprint: str) -> Source:
-    """Return the source in an entry, or read it where there is another one, or none."""
-    if entry.state() != state:
+def _found(prompts: Stored, left: Mapping[str, int], sent: bytes, fingerprint: str) -> Source:
+    """Return the source with these prompts, or read it where their file is another one, or missing."""
+    if prompts.entry.state() != prompts.state:
         return _reopened(sent, fingerprint)
-    return Records(*kept(entry), sent)
+    return Records(prompts, None, sent, left=left)
 
 
 def _reopened(sent: bytes, fingerprint: str) -> Source:
@@ -167,8 +169,8 @@ class Joined(Computed):
         return np.concatenate([part.sizes() for part in self.parts])
 
     def wholes(self) -> np.ndarray:
-        """int64 [n]: bytes of each prompt's text and answer; of a task, whose answers are short, of its text."""
-        return np.concatenate([p.wholes() if isinstance(p, Records) else p.sizes() for p in self.parts])
+        """int64 [n]: ``wholes_of`` its parts."""
+        return np.concatenate(list(map(wholes_of, self.parts)))
 
     def alphabet(self) -> str:
         return "".join(sorted({sign for part in self.parts for sign in part.alphabet()}))
@@ -191,6 +193,11 @@ class Joined(Computed):
         for i in np.flatnonzero(common):  # hashes may collide, so compare the few keys
             common[i] = self.prompt(int(i)).key in keys
         return common
+
+
+def wholes_of(source: Source) -> np.ndarray:
+    """int64 [n]: bytes of each prompt's text and answer; of a task, whose answers are short, of its text."""
+    return source.wholes() if isinstance(source, (Records, Joined)) else source.sizes()
 
 
 def parts_of(source: Source) -> tuple[Source, ...]:

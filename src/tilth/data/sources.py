@@ -103,8 +103,7 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
         found = Records(prompts, index, (read, origin))
     else:
         held = list(coming)
-        found = Records(held, media=any(p.media for p in held))
-        found.left = material.left
+        found = Records(held, media=any(p.media for p in held), left=material.left)
     if not len(found):
         raise origin.nothing(found.left, documents=read is read_documents)
     return found
