@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.errors import raises
@@ -26,6 +27,7 @@ SMALL = {
     "train": {"device": "cpu", "threads": 1},
     "optimizer": {"name": "adamw"},
 }
+REWARD = {"function": "exact"}
 
 
 def recipe_in(folder, **cluster):
@@ -46,12 +48,65 @@ def test_the_search_knows_the_lengths_of_given_answers_and_divides_the_longest(t
     data, train = {"source": str(tmp_path / "long.jsonl")}, {**SMALL["train"], "micro_tokens": 2048}
     given = {**SMALL, "data": data, "train": train, "model": {**SMALL["model"], "context": 4096}}
     recipe = from_dict({**given, "cluster": {"backend": "local", "workers": 2, "search": True}})
-    lengths = planning.example_lengths(recipe)
+    lengths = planning.sequence_lengths(recipe)
     assert len(lengths) == 64 and (lengths > 3900).sum() == 8
     found = planning.searched(recipe, DEVICES["cpu"], 2, whole=True).given
     assert any(option.layout.hdp == 2 for option in policy_options(found))
-    for other in ({"flow": "grpo"}, {"data": {**data, "tokenizer": "bpe:300"}}):
-        assert planning.example_lengths(from_dict({**given, **other})) is None
+
+
+LONG = [{"prompt": f"{i:02}" + "a" * (800 if i % 8 == 7 else 1), "chosen": "c" * i, "rejected": "d"} for i in range(32)]
+WRITTEN = [{"text": "ab" * (800 if i % 8 == 7 else 8)} for i in range(32)]
+
+
+def lengths_of(folder, records, **given):
+    """Lengths that the search knows, and the layouts of two workers that it tries, of ranks that hold 512 tokens."""
+    (folder / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    train = {**SMALL["train"], "micro_tokens": 512}
+    model, cluster = {**SMALL["model"], "context": 1000}, {"backend": "local", "workers": 2, "search": True}
+    common = {
+        **SMALL,
+        "data": {"source": str(folder / "d.jsonl"), "holdout": 0},
+        "train": train,
+        "model": model,
+        "cluster": cluster,
+    }
+    recipe = from_dict({**common, **given, "data": {**common["data"], **given.get("data", {})}})
+    found = planning.searched(recipe, DEVICES["cpu"], 2, whole=True).given
+    return found.lengths, [option.layout for option in policy_options(found)]
+
+
+def test_the_search_divides_the_longest_of_pairs_documents_and_rollouts(tmp_path):
+    pairs, layouts = lengths_of(tmp_path, LONG, flow="dpo")
+    long = np.array([2 + (800 if i % 8 == 7 else 1) for i in range(32)])
+    assert pairs[::2].tolist() == (long + np.arange(32) + 1).tolist() and pairs[1::2].tolist() == (long + 2).tolist()
+    assert any(layout.hdp == 2 for layout in layouts)
+    pieces, layouts = lengths_of(tmp_path, WRITTEN, flow="pretrain")
+    assert pieces.tolist() == ([17] * 7 + [1000, 601]) * 4 and any(layout.hdp == 2 for layout in layouts)
+    sampled, layouts = lengths_of(tmp_path, LONG, flow="grpo", rollout={"max_tokens": 100, "group": 2}, reward=REWARD)
+    assert sampled.tolist() == np.repeat(long + 100, 2).tolist() and any(layout.hdp == 2 for layout in layouts)
+
+
+def test_the_search_divides_nothing_where_the_run_would_refuse_it(tmp_path):
+    alone, layouts = lengths_of(tmp_path, WRITTEN, flow="pretrain", data={"packing": "none"})
+    assert alone.max() == 1000 and not any(layout.hdp > 1 for layout in layouts)
+    model = {**SMALL["model"], "context": 1100}  # of two ranks with 512 tokens each
+    _, layouts = lengths_of(tmp_path, WRITTEN[:7], flow="pretrain", model=model)
+    assert not any(layout.hdp > 1 for layout in layouts)
+
+
+def test_the_search_measures_with_a_tokenizer_as_the_run_will_train(tmp_path):
+    for flow, records in {"sft": [{"prompt": r["text"], "answer": "b"} for r in WRITTEN], "pretrain": WRITTEN}.items():
+        plain, _ = lengths_of(tmp_path, records, flow=flow)
+        merged, _ = lengths_of(tmp_path, records, flow=flow, data={"tokenizer": "bpe:300"})
+        assert plain.max() == 1000 if flow == "pretrain" else plain.max() == 1602
+        assert 1 < merged.max() < 500
+
+
+def test_the_longest_text_is_among_those_that_the_search_measures(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "SAMPLED", 4)
+    records = [{"prompt": "a", "answer": "b" * (700 if i == 6 else 1)} for i in range(32)]
+    lengths, _ = lengths_of(tmp_path, records)
+    assert len(lengths) == 5 and lengths.max() > 700
 
 
 @pytest.mark.slow

@@ -182,6 +182,13 @@ def _pieces(documents: Sequence[np.ndarray], context: int) -> pa.RecordBatch:
     return pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))], schema=_SCHEMA)
 
 
+def piece_lengths(texts: Iterable[str], tokenizer: Tokenizer, context: int, packing: Packing = "fit") -> np.ndarray:
+    """Return the tokens of each piece of these texts, int64 [n], as ``Corpus.build`` cuts them."""
+    sizes = [len(ids) for documents in _documents(texts, tokenizer) for ids in documents]
+    whole = [sum(sizes)] if packing == "concat" else sizes
+    return np.array([length for size in whole for length in _lengths(size, context)], np.int64)
+
+
 def _lengths(tokens: int, context: int) -> list[int]:
     """Lengths of a document's pieces; a last piece of one token, with nothing to predict, takes one from before."""
     full, rest = divmod(tokens, context)

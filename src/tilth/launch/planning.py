@@ -17,8 +17,11 @@ from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import host_memory
+from tilth.data.documents import piece_lengths
+from tilth.data.examples import encode_pairs
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet
+from tilth.data.records import wholes_of
 from tilth.data.template import data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch.build import Dataset, PretrainTexts
@@ -36,7 +39,7 @@ from tilth.training.rate import measured_flops
 
 MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
 SAMPLED = 2048
-"""Most examples whose lengths the search knows."""
+"""Most documents, or prompts, whose lengths the search knows."""
 _PATIENCE = timedelta(minutes=1)
 HERE = "here"
 """Device type of this machine, measured."""
@@ -107,21 +110,46 @@ def searched(
     shape, longest, _ = described(recipe, given)
     loaded: dict[str, DecoderShape] = dict(described_models(recipe))
     costs = load_costs(recipe.cluster.costs) if recipe.cluster.costs else None
-    how: dict[str, Any] = {"costs": costs, "lengths": example_lengths(recipe, given)}
+    how: dict[str, Any] = {"costs": costs, "lengths": sequence_lengths(recipe, given)}
     return find_mapping(SearchInput(recipe, shape, longest, kind, devices, generating(recipe), loaded, whole, **how))
 
 
-def example_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray | None:
-    """Return the tokens of some examples that a flow learns from, int64 [n]; None if it learns from anything else than
-    given answers, or the run trains its tokenizer: then nobody knows. Raises ``DataError`` for a prompt that makes no
-    example."""
-    if recipe.flow_spec.learns != "answers" or (recipe.data.tokenizer.startswith("bpe:") and not recipe.model.path):
-        return None
-    prompts = given if isinstance(given, PromptSet) else recipe_prompts(recipe)
+def sequence_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray | None:
+    """Return the tokens of some of the sequences that a flow learns from, int64 [n], in the order of their data, the
+    longest text among them; None if there are none.
+
+    What a policy samples is taken at its longest, an episode as long as the context. A tokenizer that the run trains
+    is trained on these texts alone here. Raises ``DataError`` for a prompt that makes no sequence.
+    """
     loaded = described_model(recipe.model.path) if recipe.model.path else None
-    template = data_template(recipe.data, choose_tokenizer(recipe, prompts, loaded), (), prompts.starts)
-    some = [p for p in prompts.spread(SAMPLED) if p.answer is not None]
-    return np.array([len(example.tokens) for example in template.examples(some)], np.int64) if some else None
+    trained, context = recipe.data.tokenizer.startswith("bpe:"), recipe.model.context
+    if recipe.flow_spec.learns == "documents":
+        named = given if isinstance(given, PretrainTexts) else None
+        texts = (named or PretrainTexts.of(recipe_prompts(recipe), recipe.data.holdout)).train
+        documents = [texts[i] for i in _places(len(texts)).tolist()]
+        tokenizer = choose_tokenizer(recipe, None, loaded, documents if trained else texts)
+        found = piece_lengths(documents, tokenizer, context, recipe.data.packing)
+        return found if len(found) else None
+    prompts = given if isinstance(given, PromptSet) else recipe_prompts(recipe)
+    longest = np.argsort(wholes_of(prompts.source)[prompts.rows], kind="stable")[-1:]
+    some = PromptSet(prompts.source, prompts.rows[np.union1d(_places(len(prompts)), longest)])
+    tokenizer = choose_tokenizer(recipe, some if trained else prompts, loaded)
+    template = data_template(recipe.data, tokenizer, (), prompts.starts)
+    if recipe.flow_spec.learns == "pairs":
+        sides = [side for pair in encode_pairs(some, some.rows, template, context) for side in pair[2:]]
+        return np.array([len(side.tokens) for side in sides], np.int64)
+    if recipe.flow_spec.learns == "answers":
+        answered = [p for p in some if p.answer is not None]
+        return np.array([len(e.tokens) for e in template.examples(answered)], np.int64) if answered else None
+    if recipe.rollout.environment:
+        return np.full(len(some), context)
+    asked = np.array([len(ids) for ids in template.prompts(list(some))], np.int64)
+    return np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
+
+
+def _places(count: int) -> np.ndarray:
+    """Return places of at most ``SAMPLED`` of ``count`` items, at equal distances, ascending: int64."""
+    return np.linspace(0, count - 1, min(count, SAMPLED)).astype(np.int64)
 
 
 def with_found_layouts(recipe: Recipe, given: Dataset | None = None) -> tuple[Recipe, str]:

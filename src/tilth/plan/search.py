@@ -29,6 +29,7 @@ from tilth.plan.layout import Placed, check_shape, cut, replica_counts
 from tilth.plan.mapping import MappingProblem, Option, Options, RoleMapping, search
 from tilth.plan.memory import BASE, CUDA, TOKEN, Need
 from tilth.plan.pipeline import chunks_of
+from tilth.plan.schedule import ranks_held
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.step_time import (
     AxisTime,
@@ -300,8 +301,7 @@ def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[Layou
         if math.prod(sizes.values()) == devices and all(sizes.values()):
             yield own.model_copy(update=sizes)
         return
-    uneven = given.lengths is not None and int(given.lengths.max()) > given.recipe.train.micro_tokens
-    tried = tuple(name for name in AXES if uneven or name not in _UNITS)
+    tried = tuple(name for name in AXES if name not in _UNITS or _in_units(given, spec))
     for sizes in _products(tried, devices, given.device.per_node):
         if _pruned(given, sizes):
             continue
@@ -311,6 +311,14 @@ def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[Layou
         modes = {name: values for name in _modes() if (values := _tried(name, sizes, spec.trains))}
         for chosen in product(*modes.values()):
             yield LayoutConfig(**sizes, **dict(zip(modes, chosen)))
+
+
+def _in_units(given: SearchInput, spec: RoleSpec) -> bool:
+    """True if a sequence is longer than a rank holds, and the recipe has the role divide sequences by their lengths."""
+    recipe = given.recipe
+    longer = given.lengths is not None and int(given.lengths.max()) > recipe.train.micro_tokens
+    stages = recipe.train.offload == "auto" and spec.name != "policy"  # must be as many as the policy's
+    return longer and recipe.data.packing != "none" and not stages
 
 
 _UNITS = [name for name, axis in AXES.items() if {"rows", "tokens"} <= {*axis.splits}]
@@ -465,6 +473,8 @@ def share_of(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shap
     if given.lengths is None or ROLES[role].mesh != "layout":
         return StepShare()
     rows, balance = work(recipe, role, placed.data_ranks, given.longest).rows, recipe.balance
+    if mesh.units > 1 and recipe.flow_spec.learns == "documents":  # a run expects pieces as long as the context
+        ranks_held(np.array([given.longest]), recipe.train.micro_tokens, mesh.units)
     key = id(shape), rows, mesh.count("rows"), mesh.units, mesh.count("layers"), balance
     if key not in given.shares:
         of_rows: RowCosts = partial(_flops, shape)
