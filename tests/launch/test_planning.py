@@ -90,8 +90,8 @@ def test_the_search_divides_nothing_where_the_run_would_refuse_it(tmp_path):
     alone, layouts = lengths_of(tmp_path, WRITTEN, flow="pretrain", data={"packing": "none"})
     assert alone.max() == 1000 and not any(layout.hdp > 1 for layout in layouts)
     model = {**SMALL["model"], "context": 1100}  # of two ranks with 512 tokens each
-    _, layouts = lengths_of(tmp_path, WRITTEN[:7], flow="pretrain", model=model)
-    assert not any(layout.hdp > 1 for layout in layouts)
+    pieces, layouts = lengths_of(tmp_path, [{"text": "a" * 800}], flow="pretrain", model=model)
+    assert pieces.tolist() == [801] and layouts and not any(layout.hdp > 1 for layout in layouts)
 
 
 def test_the_search_measures_with_a_tokenizer_as_the_run_will_train(tmp_path):
