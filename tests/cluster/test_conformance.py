@@ -502,6 +502,18 @@ def test_payload_outlives_the_rank_that_made_it(backend):
             first.pid()
 
 
+def test_who_waits_for_the_first_answer_waits_for_no_other(cluster, tmp_path):
+    echo = cluster.group("first", f"{HERE}:echo", {}, Mesh(("dp",), (cluster.workers,)))
+    assert echo.first([echo.timed("a", 0.0)]) == [True]
+    if cluster.workers == 1:
+        return
+    slow, quick = echo.part("dp", [0]), echo.part("dp", [1])
+    answers = slow.until("slow", str(tmp_path / "go")), quick.timed("quick", 0.1)
+    assert echo.first(answers) == [False, True] and ("quick", 1) in answers[1]
+    (tmp_path / "go").touch()
+    assert echo.first(answers[:1]) == [True] and answers[0] == {("slow", 0): True}
+
+
 def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
     if backend[1] < 4:
         pytest.skip("one pool")

@@ -3,7 +3,9 @@ samples go on elsewhere."""
 
 import threading
 import time
+from concurrent import futures
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.errors import raises
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
+from tilth.cluster.controller.lazy import LazyMap
 from tilth.core.batch import Batch, Lease
 from tilth.core.errors import DataError, WorkerLost
 from tilth.engines.protocol import EngineError
@@ -54,15 +57,35 @@ class Part:
         return Batch({"id": ids})
 
 
+class Beside(Part):
+    """A replica whose rounds run beside those of others, each once ``go`` is set."""
+
+    pool = futures.ThreadPoolExecutor(4)
+
+    def advance(self, *, texts):
+        future = self.pool.submit(super().advance, texts=texts)
+        answer = LazyMap(future.result)
+        answer.future = future
+        return answer
+
+    def discard(self, ids):
+        """It comes after the round under way, which has ended them."""
+
+
 class Rollout:
     """The group of the replicas."""
 
-    def __init__(self, count):
-        self.each, self.done = [Part() for _ in range(count)], []
+    def __init__(self, count, kind=Part):
+        self.each, self.done = [kind() for _ in range(count)], []
 
     def parts(self, axis):
         assert axis == "dp"
         return self.each
+
+    def first(self, answers):
+        if rounds := [one.future for one in answers if isinstance(one, LazyMap)]:
+            futures.wait(rounds, return_when=futures.FIRST_COMPLETED)
+        return [not isinstance(one, LazyMap) or one.future.done() for one in answers]
 
     def begin(self, *, anew):
         assert anew
@@ -89,8 +112,8 @@ def made():
     """Makes replicas, and stops them."""
     found = []
 
-    def make(count=2, room=4, threaded=True, scorers=None, pull=None):
-        rollout = Rollout(count)
+    def make(count=2, room=4, threaded=True, scorers=None, pull=None, kind=Part):
+        rollout = Rollout(count, kind)
         found.append(Replicas(rollout, Store(), room, scorers, threaded=threaded, pull=pull))
         return rollout, found[-1]
 
@@ -147,6 +170,39 @@ def test_no_replica_gets_more_than_it_has_room_for(made):
     assert rollout.each[0].seen in ([], [[0, 1]], [[0, 1], [2, 3]])
     rollout.each[0].go.set()
     waited(replicas, 6)
+
+
+def test_no_replica_waits_for_the_round_of_another_one(made):
+    rollout, replicas = made(kind=Beside)
+    stuck, other = rollout.each
+    stuck.go.clear()
+    for first in range(0, 40, 2):
+        replicas.submit(flight(first))
+    ended, held = waited(replicas, 18), threading.Thread(target=replicas.hold)
+    assert len(stuck.seen) == 2 and len(ended) == 18 == len(other.seen) and not stuck.rounds
+    held.start()
+    held.join(0.1)
+    assert held.is_alive()  # a round is under way
+    stuck.go.set()
+    held.join(60)
+    assert not held.is_alive() and stuck.rounds == 1
+    replicas.release()
+    assert ended.keys().isdisjoint(waited(replicas, 2))
+
+
+def test_a_sample_that_is_discarded_while_its_round_runs_ends_nowhere(made):
+    scored = []
+    scorers = SimpleNamespace(take=scored.extend)
+    rollout, replicas = made(count=1, threaded=False, scorers=scorers, kind=Beside)
+    rollout.each[0].go.clear()
+    for first in (0, 5):
+        replicas.submit(flight(first, 1))
+    replicas._begin_rounds()
+    replicas.discard(0)
+    replicas._begin_rounds()
+    rollout.each[0].go.set()
+    replicas._end_rounds()
+    assert scored == [5] and {one.first: [*one.ended] for one in replicas.whole()} == {0: [], 5: [5]}
 
 
 def test_held_replicas_do_nothing_and_go_on_afterwards(made):

@@ -102,7 +102,7 @@ def rows_of(simulation):
     """Numbers of all rows that have not been trained."""
     groups = [*simulation.ready, *simulation.open.values()]
     found = [row.number for group in groups for row in group]
-    found += [row.number for row in simulation.landing]
+    found += [row.number for one in simulation.replicas for row in one.landing or ()]
     return found + [n for r in simulation.replicas for n in (*r.live, *(row.number for row in r.waiting))]
 
 
@@ -154,6 +154,16 @@ def test_what_has_ended_returns_with_its_round():
         simulation = AsyncSimulation(job, AsyncMode(staleness=staleness, rounds=0.3, bounded=bounded))
         simulation.run()
         assert [time for time, _ in simulation.ends[:2]] == pytest.approx([0.4, second + 0.1])
+
+
+def test_no_replica_waits_for_the_round_of_another_one():
+    """Of 10, 100 and 10 steps, one at a time on each of two: the second begins and ends beside both others."""
+    job = RolloutJob(
+        RolloutCosts(step=0.01, train=0.1), ReplicaLimits(1_000, 1), 2, 1, 1, 1, 1, [10, 100, 10], updates=3
+    )
+    simulation = AsyncSimulation(job, AsyncMode(staleness=3, rounds=0.3))
+    simulation.run()
+    assert [time for time, _ in simulation.ends] == pytest.approx([0.2, 0.3, 1.1])
 
 
 def test_groups_at_their_bound_are_waited_for_and_no_others():

@@ -3,8 +3,9 @@
 A sample can go on elsewhere from the tokens that its replica has logged: a replica gives it up, or is lost, and another
 one takes it up, with the same random numbers.
 
-One thread keeps a round of each replica in flight, so that the loop's own calls never wait for more than a round. With
-the inline backend there is no thread: rounds are run where the loop waits, and ``AHEAD`` of them for each batch.
+One thread keeps a round of each replica in flight, so that the loop's own calls never wait for more than a round; no
+replica waits for the round of another one. With the inline backend there is no thread: rounds are run where the loop
+waits, and ``AHEAD`` of them for each batch.
 """
 
 import threading
@@ -91,6 +92,8 @@ class Replicas:
         self._newest: Publication | None = None
         self._has: list[Publication | None] = [None] * len(self._parts)
         """What was published since these replicas were made, and what each has taken of it."""
+        self._rounds = dict[int, tuple[float, Mapping[int, Ended]]]()
+        """Replica with a round under way -> when that was sent, and its answer."""
         self._queue, self._whole = deque[Flight](), deque[Flight]()
         self._discarded = set[int]()
         """First ids of groups to forget before the next round."""
@@ -168,7 +171,7 @@ class Replicas:
         replicas raises the same."""
         self.hold()
         try:
-            while self._pull is not None and any(self._flying):
+            while self._pull is not None and (self._rounds or any(self._flying)):
                 self._round(begin=False)
             self._pull_due()
             self.rollout.set_aside()
@@ -217,21 +220,25 @@ class Replicas:
     def _run(self) -> None:
         try:
             while self._goes_on():
-                self._round()
+                if not (self._holds or self._stopped):
+                    self._begin_rounds()
+                self._end_rounds()
         except BaseException as error:  # noqa: BLE001 - the loop's thread raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _goes_on(self) -> bool:
-        """Wait until there is something to do; False: never again."""
+        """Wait until there is something to do, or a round is under way; False: never again."""
         with self._changed:
-            while not self._stopped and (self._holds or not (self._queue or any(self._flying) or self._due())):
+            while not (self._rounds or self._stopped) and (
+                self._holds or not (self._queue or any(self._flying) or self._due())
+            ):
                 self._still = True
                 self._changed.notify_all()
                 self._changed.wait(LOOK)
             self._still = False
-            return not self._stopped
+            return bool(self._rounds) or not self._stopped
 
     def _part(self, place: int) -> WorkerGroup:
         """Return a replica for a call. EngineError once the rounds are stopped: the next attempt may have it."""
@@ -240,6 +247,11 @@ class Replicas:
         return self._parts[place]
 
     def _round(self, *, begin: bool = True) -> None:
+        """Begin rounds, and take those that end first."""
+        self._begin_rounds(begin=begin)
+        self._end_rounds()
+
+    def _begin_rounds(self, *, begin: bool = True) -> None:
         """Hand out groups, if some may ``begin``, and let each replica with samples generate for a round."""
         self._end_discarded()
         if self.below is not None:
@@ -248,16 +260,27 @@ class Replicas:
         self._pull_due()
         if begin:
             self._hand_out()
-        began = time.monotonic()
-        texts = self.scorers is not None
-        busy = [place for place, flying in enumerate(self._flying) if flying]
-        rounds = [(place, self._part(place).advance(texts=texts)) for place in busy]
-        for place, answer in rounds:
-            self._take(place, resolved(answer))
-        if self.limits is not None and begin:
+        if begin and self.limits is not None:
             self._repack(self.limits)
-        with self._changed:
-            self._busy += (time.monotonic() - began) * len(busy)
+        texts = self.scorers is not None
+        for place, flying in enumerate(self._flying):
+            if flying and place not in self._rounds:
+                self._rounds[place] = time.monotonic(), self._part(place).advance(texts=texts)
+
+    def _end_rounds(self, *, every: bool = False) -> None:
+        """Take the rounds that have ended, once one has; every: once all have."""
+        while self._rounds:
+            answers = [answer for _, answer in self._rounds.values()]
+            for place, landed in zip([*self._rounds], self.rollout.first(answers)):
+                if landed:
+                    since, answer = self._rounds.pop(place)
+                    ended = resolved(answer)
+                    if not self._stopped:  # else it is lost, and nobody may ask the replica for more
+                        self._take(place, ended)
+                    with self._changed:
+                        self._busy += time.monotonic() - since
+            if not every:
+                return
 
     def _end_discarded(self) -> None:
         """End groups that are discarded, on the replicas that have them."""
@@ -318,11 +341,13 @@ class Replicas:
 
     def _repack(self, limits: ReplicaLimits) -> None:
         """Empty replicas that are in their tail into others, where nothing waits for the room of any."""
-        now, busy = time.monotonic(), [place for place, flying in enumerate(self._flying) if flying]
+        now = time.monotonic()
         waits = bool(self._queue) and any(has == self._newest for has in self._has)  # others wait for weights
-        if waits or len(busy) < 2 or (self._thread is not None and now - self._planned < PERIOD):
+        if waits or sum(map(bool, self._flying)) < 2 or (self._thread is not None and now - self._planned < PERIOD):
             return
         self._planned = now
+        self._end_rounds(every=True)
+        busy = [place for place, flying in enumerate(self._flying) if flying]
         for source, target, ids in repack([self._part(place).load() for place in busy], limits, stay=STAY):
             self._move(busy[source], busy[target], ids, limits)
 
@@ -352,6 +377,7 @@ class Replicas:
     def _take(self, place: int, ended: Mapping[int, Ended]) -> None:
         """Take samples that have ended, for the scorers first; collect the groups that are whole."""
         self._part(place)  # before the scorers are asked
+        ended = {i: one for i, one in ended.items() if i in self._flying[place]}  # else it was discarded meanwhile
         if self.scorers is not None and ended:
             self.scorers.take(ended)
         for i, one in ended.items():

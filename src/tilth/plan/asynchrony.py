@@ -33,7 +33,7 @@ class AsyncMode(NamedTuple):
     all replicas, whose rows go on under new weights. None: a replica gets weights once it has no rows (Laminar)."""
     repacks: bool = False
     rounds: float = 0.0
-    """With ``staleness``: seconds after which all replicas return what has ended, and get weights and whole groups, as
+    """With ``staleness``: seconds after which a replica returns what has ended, and gets weights and whole groups, as
     many as all updates need; 0: at any time, row by row, without an end."""
     bounded: bool = False
     """With ``rounds``: an update waits for groups that would be too old for the next: ``due_groups``."""
@@ -187,11 +187,12 @@ class SimulatedReplica:
         self.waiting: deque[SimulatedRow] = deque()
         self.ends: list[tuple[int, int]] = []
         self.stamp, self.busy, self.held = 0, 0.0, 0.0
+        self.landing: list[SimulatedRow] | None = None  # rows that end in the round under way
 
     @property
     def rows(self) -> int:
-        """Rows that decode or wait."""
-        return len(self.live) + len(self.waiting)
+        """Rows that decode or wait, or have ended in the round under way."""
+        return len(self.live) + len(self.waiting) + len(self.landing or ())
 
     def seconds(self, steps: int) -> float:
         """Time of further decode steps with the present rows."""
@@ -309,12 +310,8 @@ class AsyncSimulation:
     """Time and tokens of each update."""
     waits: list[float] = field(default_factory=list)
     order: int = 0
-    resting: bool = True
-    """With rounds: no replica has rows."""
     flying: dict[int, int] = field(default_factory=dict)
     """With rounds: group that no update has taken -> version that began it."""
-    landing: list[SimulatedRow] = field(default_factory=list)
-    """Rows that end in the round under way."""
 
     def __post_init__(self) -> None:
         self.replicas = [SimulatedReplica(self.job) for _ in range(self.job.replicas)]
@@ -334,8 +331,8 @@ class AsyncSimulation:
                 self.newest = max(self.newest, index)
                 self.repack(time)
             elif kind == "round":
-                landed, self.landing = self.landing, []
-                self.collect(landed)
+                landed, self.replicas[index].landing = self.replicas[index].landing, None
+                self.collect(landed or [])
                 self.go_on(time)
                 self.round(time)
             else:
@@ -377,10 +374,11 @@ class AsyncSimulation:
                 self.ready.append(self.open.pop(row.group))
 
     def round(self, time: float) -> None:
-        """Give replicas new weights and whole groups, the least loaded first, and let each decode for a round."""
+        """Give replicas whole groups, the least loaded first, and new weights and a round to each without one."""
         limits, group = self.job.limits, self.job.group
-        for replica in self.replicas:
-            replica.now = time
+        resting = [replica for replica in self.replicas if replica.landing is None]
+        for replica in resting:
+            replica.now = max(replica.now, time)
             if replica.version < self.version:
                 self.interrupt(replica, time)
         while self.allowed() >= group and self.given < self.job.updates * self.job.samples:
@@ -389,16 +387,14 @@ class AsyncSimulation:
                 break
             self.flying[self.given // group] = self.version
             replica.give(self.take(group, self.version))
-        busy = [replica for replica in self.replicas if replica.rows]
-        for replica in busy:
-            stop = replica.now + self.mode.rounds
-            while replica.live and replica.now < stop:
-                replica.advance(min(1, replica.horizon()))
-                self.landing += replica.ended()
-                replica.admit()
-        self.resting = not busy
-        if busy:
-            self.at(max(replica.now for replica in busy), "round")
+        for replica in resting:
+            if replica.rows:
+                replica.landing, stop = [], replica.now + self.mode.rounds
+                while replica.live and replica.now < stop:
+                    replica.advance(min(1, replica.horizon()))
+                    replica.landing += replica.ended()
+                    replica.admit()
+                self.at(replica.now, "round", self.replicas.index(replica))
 
     # ---- admission ----
 
@@ -472,7 +468,7 @@ class AsyncSimulation:
     def feed_all(self, time: float) -> None:
         """Give rows to whoever has room, the least loaded first."""
         if self.mode.rounds:
-            if self.resting:
+            if all(replica.landing is None for replica in self.replicas):
                 self.round(time)
             return
         for index in sorted(range(self.job.replicas), key=lambda index: (self.replicas[index].rows, index)):

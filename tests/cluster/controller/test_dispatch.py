@@ -219,6 +219,27 @@ def test_a_failure_elsewhere_ends_a_wait(fleet):
         calls.wait([mine])
 
 
+def test_a_wait_for_the_first_of_several_groups_ends_when_all_calls_of_one_have_answers():
+    fleet = ByHand(3)
+    calls = Dispatch(fleet, 60)
+    a, b, c = [calls.submit(rank, CALL) for rank in range(3)]
+    later(0.02, fleet.sent[1].set_result, Reply("b", {}))
+    later(0.1, fleet.sent[2].set_result, Reply("c", {}))
+    calls.wait_first([[a, b], [c]])
+    assert [one.landed for one in (a, b, c)] == [False, True, True]
+    calls.wait_first([[a], [b]])
+    later(0.02, fleet.sent[0].set_exception, DataError("of rank 0", key="data.source"))
+    with raises(DataError, "data.source"):
+        calls.wait_first([[a, b]])
+
+
+def test_the_limit_of_a_call_counts_in_a_wait_for_the_first_of_several(fleet):
+    calls = Dispatch(fleet, 0.1)
+    flights = [calls.submit(0, Call("policy", "update", least=60)), calls.submit(1, CALL)]
+    with raises(CallTimeout, "policy.update"):
+        calls.wait_first([[flight] for flight in flights])
+
+
 def test_a_failure_is_raised_by_each_thread_that_waits_for_its_call(monkeypatch):
     """And the thread that waits for another call goes on, if somebody else has raised it."""
     monkeypatch.setattr(dispatch, "GRACE", 0.02)

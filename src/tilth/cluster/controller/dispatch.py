@@ -189,23 +189,29 @@ class Dispatch:
             self.totals.add(flight.rank, reply.sums, flight.call.answer, flight.covered)
 
     @contextmanager
-    def _awaiting(self, flights: Iterable[PendingCall]) -> Iterator[set[PendingCall]]:
-        """Hold the lock and yield those of these calls that have not landed, up to date whenever ``_arrived`` is."""
+    def _awaiting(self, *groups: Iterable[PendingCall]) -> Iterator[list[set[PendingCall]]]:
+        """Hold the lock and yield the calls of each group that have not landed, up to date whenever ``_arrived`` is."""
         with self._changed:
-            left = {flight for flight in flights if not flight.landed}
-            self._awaited.append(left)
+            left = [{flight for flight in flights if not flight.landed} for flights in groups]
+            self._awaited += left
             try:
                 yield left
             finally:
-                self._awaited = [other for other in self._awaited if other is not left]
+                self._awaited = [other for other in self._awaited if not any(other is one for one in left)]
 
     def wait(self, flights: Sequence[PendingCall]) -> list[Reply]:
         """Return the replies when all have arrived. On a failure of any worker, or a call over its limit, apply the
         policy and raise a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
+        self.wait_first([flights])
+        return [flight.future.result() for flight in flights]
+
+    def wait_first(self, groups: Sequence[Sequence[PendingCall]]) -> None:
+        """Wait until the replies of one of these groups of calls have arrived. Raises as ``wait``."""
         if self.failed is not None:
             raise self.failed
-        with self._awaiting(flights) as left:
-            while not self._failures and left and _own_failure(flights) is None:
+        flights = [flight for group in groups for flight in group]
+        with self._awaiting(*groups) as left:
+            while not self._failures and all(left) and _own_failure(flights) is None:
                 if not self._arrived.wait(self._until_look()):
                     self._look()
                     if self._limit() > time.monotonic():
@@ -217,13 +223,12 @@ class Dispatch:
             first = self._first_failure() or _own_failure(flights)
         if self._waited and _of_a_collective(first):
             first = self._absence() or first
-        if first is None and left:
+        if first is None and all(left):
             if not (late := self._overdue()):  # another thread has raised what failed, which was none of these
-                return self.wait(flights)
+                return self.wait_first(groups)
             first = self._timeout_error(late)
         if first is not None:
             self._give_up(first)
-        return [flight.future.result() for flight in flights]
 
     def idle(self) -> bool:
         """Return True if no call is in flight and none has failed."""
@@ -246,7 +251,7 @@ class Dispatch:
             flights = [self.submit(rank, call) for rank in range(self.backend.workers)]
         except TilthError:
             return False
-        with self._awaiting(flights) as left:
+        with self._awaiting(flights) as (left,):
             self._arrived.wait_for(lambda: self._failures or not left, seconds)
             return not self._failures and not left
 
@@ -274,7 +279,7 @@ class Dispatch:
         """Return those of these idle workers that do not answer within ``seconds``: they are dead, or stand still."""
         call = Call("", "clock", patient=True)
         asked = [self.submit(rank, call) for rank in ranks]
-        with self._awaiting(asked) as left:
+        with self._awaiting(asked) as (left,):
             self._arrived.wait_for(lambda: not left, seconds)
             return {one.rank for one in asked if not one.landed or one.future.exception() is not None}
 

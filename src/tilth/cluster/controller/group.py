@@ -96,6 +96,13 @@ class WorkerGroup:
         found.generation, found.methods, found.changed_by = self.generation, self.methods, self.changed_by
         return found
 
+    def first(self, answers: Sequence[Mapping[Any, Any]]) -> list[bool]:
+        """Wait until one of these answers of this role, gathered by "merge", has arrived; return for each whether it
+        has. Raises what a call has raised."""
+        calls = [answer.calls if isinstance(answer, LazyMap) else () for answer in answers]
+        self._dispatch.wait_first(calls)
+        return [all(one.landed for one in some) for some in calls]
+
     def mark(self, step: int | None) -> None:
         """Note that its state is that after a step; None: that of a new role."""
         self.marked = step
@@ -114,7 +121,7 @@ class WorkerGroup:
         resolve = partial(self._gather, how, dealt, flights, leases)
         if how.gather in ("first", "all") or self._inline:
             return resolve()
-        return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
+        return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve, flights)
 
     def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...], patient: bool) -> list[PendingCall]:
         """Send the calls; ranks with the same arguments share one Call, which a backend pickles once."""

@@ -1,11 +1,14 @@
 """Lazy results: the call has returned, and its answer is awaited when it is first read."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from tilth.core.batch import Batch, Column, Lease
+
+if TYPE_CHECKING:
+    from tilth.cluster.controller.dispatch import PendingCall
 
 T = TypeVar("T")
 
@@ -52,7 +55,11 @@ class LazyBatch(_Lazy[Batch], Batch):
 
 
 class LazyMap(_Lazy[Mapping[Any, Any]], Mapping[Any, Any]):
-    """A mapping (of metrics) that waits for the workers on first access."""
+    """A mapping (of metrics) that waits for the workers on first access. calls: that it waits for."""
+
+    def __init__(self, resolve: Callable[[], Mapping[Any, Any]], calls: Sequence["PendingCall"] = ()) -> None:
+        super().__init__(resolve)
+        self.calls = calls
 
     def __getitem__(self, key: Any) -> Any:
         return self.wait()[key]
