@@ -7,32 +7,42 @@ publish_seconds: how long the trainer stands still for its copy, checksums inclu
 beside_seconds: the same while all readers read the version before; taken_seconds: until all readers have taken a
 version, which a trainer would wait for that sends it to all at once. Medians.
 
+Then what relays of other nodes get: AdamW learns random tokens, and the bf16 copy of the weights after a step is sent
+as its changes since the step before, by the places of changed elements (``roles.relay_delta``), and, for comparison, by
+general compression of the exclusive or of both, each into bytes and back.
+
 Exit status 1 if a bit differs. --quick: a smaller model, fewer readers.
 """
 
+import itertools
 import multiprocessing
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
 import torch
 from driver import benchmark_parser, write_rows
-from machine import config_of
+from machine import config_of, random_model
 from torch import Tensor
 
 from tilth.cluster.backends.session_dir import SHARED_MEMORY
 from tilth.core.checksum import checksum
 from tilth.core.layout import Mesh
+from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
+from tilth.models.inputs import ModelInput
 from tilth.parallel.reshard import parts_of
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import relay_pieces
+from tilth.roles import relay_delta
 from tilth.roles.relay import Publication, Relay
 
 BEGUN = 0.05
@@ -138,6 +148,68 @@ def stall_row(config: DecoderConfig, readers: int, turns: int) -> dict[str, Any]
         }
 
 
+LEARNING_RATES = (1e-6, 1e-5, 1e-4)
+WARM = 5
+"""Steps before the one that is measured, so that AdamW's moments are none of a first step."""
+
+
+def learned(config: DecoderConfig, lr: float, steps: int) -> list[np.ndarray]:
+    """Bits of the bf16 copy of all weights after each of the last two steps, uint16."""
+    model, chance = random_model(config, torch.float32, "cpu"), torch.Generator().manual_seed(0)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=lr), list[np.ndarray]()
+    for step in range(steps):
+        ids = torch.randint(config.vocab_size, (256,), generator=chance)
+        hidden = model(ModelInput(ids), PackedContext([len(ids)], torch.device("cpu")))
+        torch.nn.functional.cross_entropy(model.logits(hidden[:-1]), ids[1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= steps - 2:
+            copies = [p.detach().bfloat16().view(torch.int16).flatten() for p in model.parameters()]
+            found.append(torch.cat(copies).numpy().view(np.uint16))
+    return found
+
+
+def by_places(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
+    """Changes as they travel, and what gives the new bits again."""
+    row = relay_delta.packed(new, old)
+
+    def back() -> np.ndarray:
+        words = old.copy()
+        relay_delta.unpack(row, words)
+        return words
+
+    return row, back
+
+
+def by_codec(codec: str, new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
+    """The same by general compression."""
+    size = new.nbytes
+    row = np.frombuffer(pyarrow.compress(pyarrow.py_buffer(new ^ old), codec=codec), np.uint8)
+    return row, lambda: np.frombuffer(pyarrow.decompress(pyarrow.py_buffer(row), size, codec=codec), np.uint16) ^ old
+
+
+def delta_rows(config: DecoderConfig) -> Iterable[dict[str, Any]]:
+    """A row for each learning rate and encoding."""
+    torch.set_num_threads(1)
+    for lr in LEARNING_RATES:
+        old, new = learned(config, lr, WARM)
+        for name in ("places", "lz4", "zstd"):
+            begin = time.perf_counter()
+            row, back = by_places(new, old) if name == "places" else by_codec(name, new, old)
+            packed = time.perf_counter()
+            equal = np.array_equal(back(), new)
+            yield {
+                "lr": lr,
+                "encoding": name,
+                "whole_bytes": new.nbytes,
+                "changed": float(np.mean(new != old)),
+                "share": row.nbytes / new.nbytes,
+                "pack_seconds": packed - begin,
+                "unpack_seconds": time.perf_counter() - packed,
+                "equal": equal,
+            }
+
+
 def tell(pipes: Sequence[tuple[Connection, Connection]]) -> None:
     """Tell all readers of a version."""
     for pipe, _ in pipes:
@@ -161,7 +233,8 @@ def main() -> int:
             vocab_size=512, hidden_size=64, intermediate_size=192, num_layers=2, num_heads=2, max_positions=64
         )
     rows, counts, turns = [], (1, 2) if args.quick else (1, 4, 16), 2 if args.quick else 5
-    for row in (stall_row(config, readers, turns) for readers in counts):
+    stalls = (stall_row(config, readers, turns) for readers in counts)
+    for row in itertools.chain(stalls, delta_rows(config)):
         values = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
         print("  ".join(values), flush=True)
         rows.append(row)

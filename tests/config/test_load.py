@@ -276,13 +276,10 @@ def test_a_recipe_cannot_be_changed():
         (["rollout.order=fresh"], "rollout.order = 'fresh' has no use with rollout.staleness = 0"),
         (["rollout.inflight=finish"], "rollout.inflight = 'finish' has no use with rollout.staleness = 0"),
         (
-            ["rollout.staleness=1", "rollout.inflight=finish", "cluster.backend=ray"],
-            "rollout.inflight = 'finish' beside rollout.staleness = 1 needs engines that take weights from memory",
-        ),
-        (
             ["rollout.staleness=1", "rollout.inflight=finish", "rollout.engine=vllm"],
-            "rollout.inflight = 'finish' beside",
+            "rollout.inflight = 'finish' beside rollout.staleness = 1 needs engines that take weights from a relay",
         ),
+        (["rollout.whole_every=3"], "rollout.whole_every = 3 has no use with rollout.staleness = 0"),
         (
             ["rollout.staleness=1", "rollout.partial=4", "algorithm.correction=decoupled_token_is"],
             "rollout.partial = 4 beside",

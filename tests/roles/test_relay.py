@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -554,3 +555,84 @@ def test_weights_that_a_receiver_has_for_good_are_compared_and_not_taken(world):
     world.publish(weights(1), 3)
     with raises(WeightMismatch, name):
         relay.pull(holder, world.wanted, 9, have, leaves=leaves)
+
+
+# ---- relays of other nodes ----
+
+
+class Nodes:
+    """Relays of the same weights on two nodes; the policy's ranks are on the first, or one on each."""
+
+    def __init__(self, folder, source=ONE, spread=False, dtype=torch.bfloat16):
+        self.each = [World(folder / name, source, ENGINE, dtype) for name in ("near", "far")]
+        for world in self.each:
+            world.path.parent.mkdir()
+        self.spread = spread
+
+    def publish(self, whole, number, since):
+        """Write a version, bring it to the other node, or both ways; return its bytes on the way."""
+        packed, publication = {}, Publication(number, 10 * number)
+        for rank in self.each[0].open().writers:
+            world = self.each[rank if self.spread else 0]
+            world.publish(whole, number, 10 * number, ranks=[rank])
+            packed[rank] = world.open().pack(publication, rank, since)
+        for world in self.each if self.spread else self.each[1:]:
+            world.open().unpack(publication, since, {rank: partial(packed.get, rank) for rank in packed})
+        return sum(one.values.nbytes for one in packed.values())
+
+
+def changed(whole, seed, share=0.01):
+    chance = torch.Generator().manual_seed(seed)
+    return {name: torch.where(torch.rand(t.shape, generator=chance) < share, -t, t) for name, t in whole.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_relay_of_another_node_has_the_same_bits_after_whole_versions_and_changes(folder, spread, dtype):
+    nodes, whole = Nodes(folder, Mesh(("fsdp",), (2,)), spread, dtype), weights(0)
+    size, since = nodes.each[0].open().nbytes, 0
+    for number in (1, 2, 5, 6, 7):
+        sent = nodes.publish(whole, number, since if number != 6 else 0)
+        assert size < sent < 1.2 * size if number in (1, 6) else sent < 0.2 * size
+        for world in nodes.each:
+            found, holder = world.pull()
+            assert found == Publication(number, 10 * number)
+            same(holder, {name: tensor.to(dtype) for name, tensor in whole.items()})
+        whole, since = changed(whole, number), number
+
+
+def test_changes_of_another_version_than_the_newest_are_refused(folder):
+    nodes, whole = Nodes(folder), weights(0)
+    nodes.publish(whole, 1, 0)
+    near, far = (world.open() for world in nodes.each)
+    nodes.each[0].publish(changed(whole, 1), 2)
+    with raises(WeightMismatch, "relay.since"):
+        near.pack(Publication(2, 2), 0, 7)
+    packed = near.pack(Publication(2, 2), 0, 1)
+    nodes.each[0].publish(changed(whole, 2), 3)
+    later = near.pack(Publication(3, 3), 0, 2)
+    with raises(WeightMismatch, "relay.since"):
+        far.unpack(Publication(3, 3), 2, {0: lambda: later})
+    assert far.newest == Publication(1, 10)
+    far.unpack(Publication(2, 2), 1, {0: lambda: packed})
+    far.unpack(Publication(3, 3), 2, {0: lambda: later})
+    same(nodes.each[1].pull()[1], {n: t.bfloat16() for n, t in changed(whole, 2).items()})
+
+
+def test_changes_that_arrive_damaged_are_a_named_error(folder):
+    nodes, whole = Nodes(folder), weights(0)
+    nodes.publish(whole, 1, 0)
+    nodes.each[0].publish(changed(whole, 1), 2)
+    near, far = (world.open() for world in nodes.each)
+    packed = near.pack(Publication(2, 2), 0, 1)
+    place = [piece.name for piece in near.pieces].index(NAME) + 1
+    packed.row(place)[-1] ^= 1
+    far.unpack(Publication(2, 2), 1, {0: lambda: packed})
+    with raises(WeightMismatch, NAME):
+        nodes.each[1].pull()
+
+
+def test_the_relays_of_two_nodes_have_ids_of_their_own(folder):
+    nodes = Nodes(folder)
+    near, far = ([world.open().id for _ in range(2)] for world in nodes.each)
+    assert near[0] == near[1] != far[0] == far[1]

@@ -117,7 +117,8 @@ def _staleness(recipe: Recipe) -> Refusals:
     """Check what does not go with samples of earlier versions of the policy, and keys that are for them alone."""
     r, used = recipe.rollout, f"beside rollout.staleness = {recipe.rollout.staleness}"
     behind = r.staleness != 0
-    for key, on in (("buffer", r.staleness == "free"), *((key, behind) for key in ("order", "inflight", "repack"))):
+    keys = "order", "inflight", "repack", "whole_every"
+    for key, on in (("buffer", r.staleness == "free"), *((key, behind) for key in keys)):
         if not on and getattr(r, key) != type(r).model_fields[key].default:
             right = "free" if key == "buffer" else "1 or more"
             yield f"rollout.{key}.unused", f"has no use with rollout.staleness = {r.staleness}, but with {right}"
@@ -127,9 +128,8 @@ def _staleness(recipe: Recipe) -> Refusals:
         yield "rollout.staleness.flow", f"has no use in flow = {recipe.flow}, which learns from given data; set it to 0"
     if r.partial:
         yield "rollout.partial.staleness", f"{used}: there, every sample goes on in later steps; use 0"
-    if r.inflight == "finish" and (r.engine != "native" or recipe.cluster.backend not in ("local", "inline")):
-        why = f"{used} needs engines that take weights from memory which they share with the policy"
-        yield "rollout.inflight.relay", f"{why}: rollout.engine = native and cluster.backend = local or inline"
+    if r.inflight == "finish" and r.engine != "native":
+        yield "rollout.inflight.relay", f"{used} needs engines that take weights from a relay: rollout.engine = native"
     if recipe.train.routing == "replay":
         yield "train.routing.staleness", f"{used} needs the experts of earlier versions; use own"
     pool = pool_of(recipe, "rollout")

@@ -215,7 +215,12 @@ class RolloutConfig(RoleSection):
         "update",
         description="with staleness above 0, samples in flight when new weights come: update: they go on under these; "
         "finish: a replica takes weights when its samples have ended, and begins none before, so that each sample has "
-        "one version; native engine, local or inline",
+        "one version; native engine",
+    )
+    whole_every: Positive = Field(
+        16,
+        description="with staleness above 0 and engines on other nodes than the policy: of so many versions of the "
+        "weights the first is sent whole, and of the others what has changed, which is lossless too",
     )
     order: Literal["fifo", "fresh"] = Field(
         "fifo",

@@ -82,7 +82,8 @@ class Run:
         given = recipe, algo, roles, train, state, metrics, directory.journal, log, say, self.progress
         self._publisher: Publisher | None = None
         if roles.weight_sync is not None and roles.rollout is not None and has_relay(recipe):
-            self._publisher = Publisher(roles.weight_sync, roles.policy.mesh, roles.rollout.mesh, store)
+            meshes, every = (roles.policy.mesh, roles.rollout.mesh), recipe.rollout.whole_every
+            self._publisher = Publisher(roles.weight_sync, *meshes, store, every)
         self.sampler = Sampler(*given)
         if recipe.rollout.staleness:
             events, again = directory.experience_log(), directory.replay
@@ -304,6 +305,9 @@ class Run:
             written = self._publisher.publish(self.state.version)
             if self.recipe.policy.lora.rank:
                 self.metrics.add("sync/bytes", float(written))
+            if self._publisher.sent_bytes:
+                self.metrics.add("sync/sent_bytes", float(self._publisher.sent_bytes))
+                self.metrics.add("sync/whole_bytes", float(written))
             return False
         found = self.roles.weight_sync.sync(target, self.state.version)
         if self.recipe.policy.lora.rank:

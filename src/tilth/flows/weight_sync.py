@@ -18,6 +18,7 @@ from tilth.core.errors import LogprobMismatch
 from tilth.core.layout import Mesh
 from tilth.rl.metrics import Metric
 from tilth.roles.relay import Publication
+from tilth.roles.relay_sync import SentVersion
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_MISMATCH = {"fp32": 1e-3, "bf16": 0.5}
@@ -36,9 +37,20 @@ class Publisher:
     calls ``pull`` for each replica in its own time, from any thread.
     """
 
-    def __init__(self, weight_sync: WorkerGroup, policy: Mesh, rollout: Mesh, store: LeasedStore) -> None:
-        """policy, rollout: meshes of the roles of these names."""
-        self.store, place = store, weight_sync.mesh.ranks.index
+    def __init__(
+        self, weight_sync: WorkerGroup, policy: Mesh, rollout: Mesh, store: LeasedStore, whole_every: int
+    ) -> None:
+        """policy, rollout: meshes of the roles of these names; whole_every: of so many versions that go to relays of
+        other nodes the first is whole."""
+        self.store, self._whole_every, place = store, whole_every, weight_sync.mesh.ranks.index
+        self._apart = len({*weight_sync.relay_id("rollout")}) > 1
+        """There are other nodes."""
+        self._sent: list[SentVersion] = []
+        """To relays of other nodes, from the last whole version on."""
+        self._kept: Lease | None = None
+        """Of what they are."""
+        self.sent_bytes = 0
+        """Of the newest of them."""
         self._policy = weight_sync.part("to", [place(rank) for rank in policy.ranks])
         self._rollout = weight_sync.part("to", [place(rank) for rank in rollout.ranks])
         engines = [rollout.only("dp", [i]).ranks for i in range(rollout.size("dp"))]
@@ -59,7 +71,9 @@ class Publisher:
         with self._lock:
             self._wait()
             self._newest = Publication(next(_numbers), version)
-            written = self._policy.publish("rollout", self._newest)
+            written = self._policy.publish("rollout", self._newest, self._sent)
+            if self._apart:
+                self._pack()
         if self.offer is None:
             self.pull()
         else:
@@ -72,13 +86,30 @@ class Publisher:
             self._lease = self._lease or self.store.lease("weights")
             group = self._rollout if replica is None else self._replicas[replica]
             with self.store.under(self._lease):  # not the step's, which ends without them
-                self._pulls.append(group.pull("rollout", self._newest))
+                self._pulls.append(group.pull("rollout", self._newest, self._sent))
             return self._newest
 
+    def _pack(self) -> None:
+        """Let relays of other nodes have the newest version: whole, or what has changed since the one before."""
+        if len(self._sent) == self._whole_every:
+            self._free()
+        self._kept = self._kept or self.store.lease("weights")
+        since = self._sent[-1].publication.number if self._sent else 0
+        with self.store.under(self._kept):
+            columns = dict(resolved(self._policy.pack("rollout", self._newest, since)))
+        self.sent_bytes = sum(handle.nbytes for handle in columns.values())
+        self._sent.append(SentVersion(self._newest, since, columns))
+
+    def _free(self) -> None:
+        if self._kept is not None:
+            self._kept.release()
+        self._sent, self._kept = [], None
+
     def wait(self) -> None:
-        """Wait for pulls under way. Raises what stopped one."""
+        """Wait for pulls under way, and free what they have taken. Raises what stopped one."""
         with self._lock:
             self._wait()
+            self._free()
 
     def _wait(self) -> None:
         if self._lease is not None:

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker.context import Context
 from tilth.config.roles import ROLES, SHIPPED_ROLES, resolve
 from tilth.config.schema import LoraConfig, OptimizerConfig, Recipe
@@ -254,8 +254,8 @@ def weight_sync(
     given = context, held, layouts_of, dtypes, source, targets
     if not has_relay(recipe) or "rollout" not in targets:
         return WeightSyncWorker(*given, device=device)
-    if isinstance(context.store, FolderStore):  # of a cluster on one machine
-        return RelaySyncWorker(*given, device=device, relays={"rollout": context.store.folder.parent / "relay"})
+    if context.folder:
+        return RelaySyncWorker(*given, device=device, relays={"rollout": Path(context.folder) / "relay"})
     session = SessionDir.create()  # inline
     return RelaySyncWorker(*given, device=device, relays={"rollout": session.path / "relay"}, session=session)
 

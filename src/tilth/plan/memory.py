@@ -149,10 +149,10 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 
 
 def has_relay(recipe: Recipe) -> bool:
-    """True if engines take the policy's weights from memory that they share with it (``roles.relay``): where they
-    generate beside it, on one machine, and inline where they keep earlier weights for samples in flight."""
-    r, backend = recipe.rollout, recipe.cluster.backend
-    beside = backend == "local" or (backend == "inline" and r.inflight == "finish")
+    """True if engines take the policy's weights from memory that the processes of a node share (``roles.relay``): where
+    they generate beside it, and inline where they keep earlier weights for samples in flight."""
+    r = recipe.rollout
+    beside = recipe.cluster.backend != "inline" or r.inflight == "finish"
     return bool(r.staleness) and beside and r.engine == "native"
 
 

@@ -15,11 +15,12 @@ import itertools
 import json
 import mmap
 import os
+import secrets
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
@@ -29,12 +30,14 @@ import torch
 import xxhash
 from torch import Tensor
 
+from tilth.core.batch import Jagged
 from tilth.core.checksum import checksum
 from tilth.core.errors import ArgumentError, StorageError, WeightMismatch
 from tilth.core.files import writing
 from tilth.core.layout import Layout
 from tilth.parallel.reshard import Part, Parts, allocate
 from tilth.plan.reshard import RelayPiece
+from tilth.roles import relay_delta
 from tilth.roles.weight_sync import Receiver, verify_weights
 
 SLOTS = 2
@@ -43,6 +46,8 @@ TRIES = 4
 LIMIT = 60.0
 """Seconds that a process waits for another one that makes the file."""
 ALIGNED = 64
+_TABLE = 48
+"""Bytes of the table's hash at the begin of the file; the rest of ``ALIGNED`` are its ``id``."""
 _STAMP = struct.Struct("<qqQ")
 """Number of the publication (0: void), version, hash of both and of the checksums that the writer set."""
 
@@ -53,6 +58,10 @@ class Publication(NamedTuple):
 
     number: int
     version: int
+
+
+Packed = Mapping[int, Callable[[], Jagged]]
+"""Writer -> what it has packed of a version."""
 
 
 class _Found(NamedTuple):
@@ -91,11 +100,13 @@ class Relay:
         starts = list(itertools.accumulate(map(_aligned, (8 * len(sizes), *sizes)), initial=self._sums))
         self._starts, self._sizes, self._slot, self.nbytes = starts[1:], sizes, starts[-1], sum(sizes)
         words = json.dumps([str(dtype), [[p.name, p.box.offset, p.box.size, p.writer] for p in self.pieces]])
-        self._table = hashlib.blake2b(words.encode(), digest_size=ALIGNED).digest()
+        self._table = hashlib.blake2b(words.encode(), digest_size=_TABLE).digest()
         self._file = self._opened()
         self._map = mmap.mmap(self._file, 0)
         self._data = torch.frombuffer(self._map, dtype=torch.uint8)
-        if self._map[:ALIGNED] != self._table:
+        self.id = self._map[_TABLE:ALIGNED].hex()
+        """The same for all who have this file open, and for no others."""
+        if self._map[:_TABLE] != self._table:
             message = f"the relay {path} holds other boxes of the weights than this worker; remove it"
             raise WeightMismatch(message, key="relay.pieces")
 
@@ -113,7 +124,7 @@ class Relay:
             return
         with NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}-") as file:
             os.posix_fallocate(file.fileno(), 0, ALIGNED + SLOTS * self._slot)
-            file.write(self._table)
+            file.write(self._table + secrets.token_bytes(ALIGNED - _TABLE))
             file.flush()
             os.link(file.name, self.path)
 
@@ -209,6 +220,59 @@ class Relay:
                 self._bytes(slot, i).copy_(self._bytes(newest.slot, i))
                 sums[i] = newest.sums[i]
         self._set_stamp(slot, writer, publication)
+
+    # ---- other nodes ----
+
+    def pack(self, publication: Publication, writer: int, since: int) -> Jagged:
+        """Return this writer's pieces of a version that it has written, for relays of other nodes.
+
+        since: number of the publication that those have, whose changes are enough; 0: whole pieces. WeightMismatch if
+        it is not the one before. Rows: the checksums, then each piece (``relay_delta``), uint8.
+        """
+        slot = next(s for s in range(SLOTS) if self._stamp(s, writer, self._sums_of(s)) == publication)
+        old = self._find(1 - slot)
+        if since and (old is None or old.publication.number != since):
+            raise self._no_base(since, old)
+        mine = self._mine[writer]
+        rows = [self._sums_of(slot)[mine].view(np.uint8)]
+        for i in mine:
+            new = self._words(slot, i)
+            rows.append(relay_delta.packed(new, self._words(old.slot, i)) if since and old else new.view(np.uint8))
+        return Jagged.of(rows)
+
+    def unpack(self, publication: Publication, since: int, packed: Packed) -> None:
+        """Write a version that writers on other nodes have packed; pieces that are there stay. No one else may write.
+
+        WeightMismatch if this relay's newest version is not the one that it changes.
+        """
+        newest = self._newest()
+        if since and (newest is None or newest.publication.number != since):
+            raise self._no_base(since, newest)
+        slot = 0 if newest is None else 1 - newest.slot
+        for writer, column in packed.items():
+            sums, mine = self._sums_of(slot), self._mine[writer]
+            if self._stamp(slot, writer, sums) == publication:
+                continue
+            self._set_stamp(slot, writer, None)
+            rows = column()
+            for place, i in enumerate(mine, 1):
+                if since and newest is not None:
+                    self._bytes(slot, i).copy_(self._bytes(newest.slot, i))
+                relay_delta.unpack(rows.row(place), self._words(slot, i))
+            sums[mine] = rows.row(0).view(np.uint64)
+            self._set_stamp(slot, writer, publication)
+
+    def _no_base(self, since: int, found: _Found | None) -> WeightMismatch:
+        has = "none" if found is None else str(found.publication.number)
+        message = f"changes since publication {since} of the weights have no use in the relay {self.path}, which has"
+        return WeightMismatch(f"{message} {has}: all versions since the last whole one are needed", key="relay.since")
+
+    def _words(self, slot: int, piece: int) -> np.ndarray:
+        return self._bytes(slot, piece).numpy().view(f"u{self.dtype.itemsize}")
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a block in which no other process of this node is in one. OSError if one stays in its."""
+        return _locked(self.path.parent)
 
     # ---- a receiver's side ----
 

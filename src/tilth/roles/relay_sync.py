@@ -1,11 +1,17 @@
-"""Weight sync in two halves that do not wait for each other: the policy publishes to a relay, engines take from it."""
+"""Weight sync in two halves that do not wait for each other: the policy publishes to a relay, engines take from it.
 
-from collections.abc import Mapping
+Each node has a relay of its own. What the policy's ranks write into that of their node goes to the others as payload:
+whole versions now and then, and what has changed between them. On each node the first who needs it unpacks it.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.protocol import transfer
+from tilth.core.batch import Handle
 from tilth.core.errors import WeightMismatch
 from tilth.parallel.sharded import buckets
 from tilth.plan.lora import is_adapter
@@ -13,6 +19,15 @@ from tilth.plan.reshard import relay_pieces
 from tilth.roles.relay import Publication, Relay
 from tilth.roles.weight_sync import Delivery, Layouts, Receiver, WeightSyncWorker
 from tilth.trace.spans import span
+
+
+class SentVersion(NamedTuple):
+    """A version on its way to the relays of other nodes. since: number of the publication that it changes, 0: it is
+    whole; columns: writer -> what it has packed."""
+
+    publication: Publication
+    since: int
+    columns: Mapping[int, Handle]
 
 
 class RelaySyncWorker(WeightSyncWorker):
@@ -39,13 +54,19 @@ class RelaySyncWorker(WeightSyncWorker):
             self._session.remove()
 
     @transfer(split="all", gather="all")
-    def publish(self, target: str, publication: Publication) -> int:
+    def relay_id(self, target: str) -> str:
+        """Return what the ranks of one node have in common."""
+        return self.relays[target].id
+
+    @transfer(split="all", gather="all")
+    def publish(self, target: str, publication: Publication, sent: Sequence[SentVersion] = ()) -> int:
         """Write this rank's boxes of the policy's weights into a relay, of adapters that the target takes A and B alone
         after the first time; return their bytes, but for a base that is sent once.
 
-        A call of all ranks of the policy.
+        A call of all ranks of the policy. sent: as of ``pull``, of earlier versions.
         """
         relay, names = self.relays[target], self._names(target, whole=target not in self._published)
+        self._bring(relay, sent)
         shapes = {name: self.held[name].shape for name in names}
         apart, rank = self.routes[target].adapters, self.context.rank
         with span("publish") as sent:
@@ -61,14 +82,38 @@ class RelaySyncWorker(WeightSyncWorker):
         return size * relay.dtype.itemsize
 
     @transfer(split="all", gather="merge")
-    def pull(self, target: str, publication: Publication) -> dict[int, Delivery]:
+    def pack(self, target: str, publication: Publication, since: int) -> dict[int, Handle]:
+        """Put what this rank has published where other nodes find it; see ``Relay.pack``."""
+        relay, rank = self.relays[target], self.context.rank
+        if rank not in relay.writers:
+            return {}
+        with span("pack") as sent:
+            found = self.context.store.put("weights", relay.pack(publication, rank, since))
+            sent.set(bytes=found.nbytes)
+        return {rank: found}
+
+    def _bring(self, relay: Relay, sent: Sequence[SentVersion]) -> None:
+        """Bring the relay of this node up to date with these versions, unless another rank of it has."""
+        if not sent or ((newest := relay.newest) is not None and newest.number >= sent[-1].publication.number):
+            return
+        with span("unpack"), relay.alone():
+            for one in sent:
+                if (newest := relay.newest) is None or newest.number < one.publication.number:
+                    get = self.context.store.get
+                    packed = {writer: partial(get, handle) for writer, handle in one.columns.items()}
+                    relay.unpack(one.publication, one.since, packed)
+
+    @transfer(split="all", gather="merge")
+    def pull(self, target: str, publication: Publication, sent: Sequence[SentVersion] = ()) -> dict[int, Delivery]:
         """Let this rank's receiver take what was published, or what came after it.
 
+        sent: all versions to relays of other nodes from the last whole one on, if there are other nodes.
         WeightMismatch as of ``Relay.pull``, and where the relay does not have it.
         """
         receiver: Receiver = self.context.roles[target]  # type: ignore[assignment]
         relay, have, rank = self.relays[target], self._have.get(target), self.context.rank
         wanted, names = self.routes[target].wanted, self._names(target, whole=have is None)
+        self._bring(relay, sent)
         with span("pull") as taken:
             leaves = wanted.keys() - names.keys()
             found = relay.pull(receiver, wanted, rank, have, leaves=leaves, device=self.device)

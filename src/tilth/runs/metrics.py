@@ -164,6 +164,8 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
         "last",
         "what engines take in a weight sync, if adapters are learned; without a base sent once",
     ),
+    ("sync/sent_bytes", "bytes", "last", "what the relay of another node gets of a version, if there is one"),
+    ("sync/whole_bytes", "bytes", "last", "what it would get of the whole version"),
     ("experts/flips", "share", "mean", "recorded pairs of a token and an expert that the trainer's router leaves out"),
     ("experts/load_max", "1", "mean", "load of the busiest expert of any layer over the mean load, in one update"),
     ("experts/entropy", "share", "mean", "entropy of the loads of a layer's experts over its maximum, mean of layers"),

@@ -30,3 +30,5 @@ class Context:
     """Roles made earlier in this process."""
     generation: int = 0
     """Number of earlier constructions of this role; each generation has process groups of its own."""
+    folder: str = ""
+    """Folder of the session, which all workers of this node share, in memory where there is room; "" inline."""

@@ -53,9 +53,10 @@ class Executor:
         timeout: float = 600.0,
         note: Callable[[str], None] | None = None,
         alone: bool = False,
+        folder: str = "",
     ) -> None:
         self.rank, self.workers, self.store, self.local_rank = rank, workers, store, local_rank
-        self.init_method, self.timeout, self.alone = init_method, timeout, alone
+        self.init_method, self.timeout, self.alone, self.folder = init_method, timeout, alone, folder
         self.roles: dict[str, object] = {}
         self._generations: dict[str, int] = {}
         self._where: dict[str, Where] = {}
@@ -164,7 +165,7 @@ class Executor:
         self._generations[role] = generation
         context = Context(
             role, mesh, self.rank, self.workers, self.store, self.local_rank, self.init_method, self.timeout,
-            MappingProxyType(self.roles), generation,
+            MappingProxyType(self.roles), generation, self.folder,
         )  # fmt: skip
         self._where[role] = role, mesh.place(self.rank)
         self.roles[role] = resolve(factory)(context, **packed.kwargs)

@@ -57,7 +57,7 @@ def executor(folder: SessionDir, rank: int, workers: int, store: Store, **more: 
     folder shows. more: of ``Executor``."""
     show_stacks(folder.stack(rank))
     board = StatusBoard(folder.board)
-    host = Executor(rank, workers, store, note=partial(board.mark, rank), **more)
+    host = Executor(rank, workers, store, note=partial(board.mark, rank), folder=str(folder.path), **more)
     control.serve(folder.control(rank), host.control)
     publish_life(partial(board.beat, rank), host.is_patient)
     show_open(board.room(rank))

@@ -1,0 +1,37 @@
+"""A run whose engines are on other nodes than the policy: on a Ray cluster by python -m tests.flows.nodes FOLDER
+ADDRESS, which prints the run's directory; on one machine by the factories here, with a relay in another folder."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.flows import tiny
+from tests.flows.test_async_cluster import PLACED, POOLS
+from tests.flows.test_async_sampler import recipe
+from tilth.launch import workers
+
+
+def far(folder, cluster=(), rollout=(), **more):
+    """A recipe with two replicas, bf16 and small updates."""
+    placed = {**PLACED, "whole_every": 3, **dict(rollout)}
+    where = {"cluster": {**POOLS, **dict(cluster)}, "train": {"precision": "bf16"}, "optimizer": {"lr": 1e-6}}
+    return recipe(folder, 2, rollout=placed, **where, **more)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(workers, name)
+
+
+def weight_sync(context, recipe, config, source, targets):
+    """Make the role as it is on another node, if this is a worker of an engine."""
+    folder = Path(context.folder) / "far"
+    if context.rank not in source.ranks:
+        folder.mkdir(exist_ok=True)
+        context = replace(context, folder=str(folder))
+    return workers.weight_sync(context, recipe, config, source, targets)
+
+
+if __name__ == "__main__":
+    run = tiny.run(far(Path(sys.argv[1]), {"backend": "ray", "address": sys.argv[2]}))
+    print(run.directory)
