@@ -619,16 +619,17 @@ def test_changes_of_another_version_than_the_newest_are_refused(folder):
     same(nodes.each[1].pull()[1], {n: t.bfloat16() for n, t in changed(whole, 2).items()})
 
 
-def test_changes_that_arrive_damaged_are_a_named_error(folder):
+@pytest.mark.parametrize("at", [0, 20, -1])
+def test_changes_that_arrive_damaged_are_a_named_error(folder, at):
     nodes, whole = Nodes(folder), weights(0)
     nodes.publish(whole, 1, 0)
     nodes.each[0].publish(changed(whole, 1), 2)
     near, far = (world.open() for world in nodes.each)
     packed = near.pack(Publication(2, 2), 0, 1)
     place = [piece.name for piece in near.pieces].index(NAME) + 1
-    packed.row(place)[-1] ^= 1
-    far.unpack(Publication(2, 2), 1, {0: lambda: packed})
+    packed.row(place)[at] ^= 1
     with raises(WeightMismatch, NAME):
+        far.unpack(Publication(2, 2), 1, {0: lambda: packed})
         nodes.each[1].pull()
 
 

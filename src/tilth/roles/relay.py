@@ -26,6 +26,7 @@ from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow
 import torch
 import xxhash
 from torch import Tensor
@@ -236,14 +237,14 @@ class Relay:
         mine = self._mine[writer]
         rows = [self._sums_of(slot)[mine].view(np.uint8)]
         for i in mine:
-            new = self._words(slot, i)
-            rows.append(relay_delta.packed(new, self._words(old.slot, i)) if since and old else new.view(np.uint8))
+            new = self._bytes(slot, i).numpy()
+            rows.append(relay_delta.packed(new, self._bytes(old.slot, i).numpy()) if since and old else new)
         return Jagged.of(rows)
 
     def unpack(self, publication: Publication, since: int, packed: Packed) -> None:
         """Write a version that writers on other nodes have packed; pieces that are there stay. No one else may write.
 
-        WeightMismatch if this relay's newest version is not the one that it changes.
+        WeightMismatch if this relay's newest version is not the one that it changes, or for pieces that are none.
         """
         newest = self._newest()
         if since and (newest is None or newest.publication.number != since):
@@ -255,10 +256,16 @@ class Relay:
                 continue
             self._set_stamp(slot, writer, None)
             rows = column()
-            for place, i in enumerate(mine, 1):
-                if since and newest is not None:
-                    self._bytes(slot, i).copy_(self._bytes(newest.slot, i))
-                relay_delta.unpack(rows.row(place), self._words(slot, i))
+            for row, i in enumerate(mine, 1):
+                old = self._bytes(slot if newest is None else newest.slot, i).numpy()
+                try:
+                    self._bytes(slot, i).numpy()[:] = relay_delta.unpacked(rows.row(row), old)
+                except (OSError, pyarrow.ArrowException) as error:
+                    name = self.pieces[i].name
+                    message = (
+                        f"{name} of version {publication.version} arrived damaged at the relay {self.path}: {error}"
+                    )
+                    raise WeightMismatch(message, key=name) from None
             sums[mine] = rows.row(0).view(np.uint64)
             self._set_stamp(slot, writer, publication)
 
@@ -266,9 +273,6 @@ class Relay:
         has = "none" if found is None else str(found.publication.number)
         message = f"changes since publication {since} of the weights have no use in the relay {self.path}, which has"
         return WeightMismatch(f"{message} {has}: all versions since the last whole one are needed", key="relay.since")
-
-    def _words(self, slot: int, piece: int) -> np.ndarray:
-        return self._bytes(slot, piece).numpy().view(f"u{self.dtype.itemsize}")
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a block in which no other process of this node is in one. OSError if one stays in its."""

@@ -1,32 +1,22 @@
-"""What changes in an array of weights from one version to the next, without a loss: in bf16 most elements keep their
-bits over an update.
-
-An element that changed travels as its place and its value: for each block of 2**16 elements the number of its changes
-(uint32), then their places in their blocks (uint16), then their values. An array whose changes would be no shorter than
-itself travels whole; the length tells which it is.
-"""
+"""What changes in weights from one version to the next, without a loss: the exclusive or of their bits, compressed, since
+in bf16 most elements keep theirs over an update. What that does not shorten travels whole; the length tells which."""
 
 import numpy as np
+import pyarrow
 
-BLOCK = 1 << 16
+CODEC = "zstd"
+"""Of lz4, zstd and places with values of changed elements the shortest (``benchmarks/relay.py``)."""
 
 
 def packed(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Return the changes from one array of words (unsigned integers) to another, or the whole one, as bytes."""
-    places, blocks = np.flatnonzero(new != old), -(-len(new) // BLOCK)
-    if 4 * blocks + (2 + new.itemsize) * len(places) >= new.nbytes:
-        return new.view(np.uint8)
-    counts = np.bincount(places // BLOCK, minlength=blocks).astype(np.uint32)
-    parts = counts, (places % BLOCK).astype(np.uint16), new[places]
-    return np.concatenate([part.view(np.uint8) for part in parts])
+    """Return the changes from one array of bytes to another of the same length, or the whole one: uint8."""
+    row = np.frombuffer(pyarrow.compress(pyarrow.py_buffer(new ^ old), codec=CODEC), np.uint8)
+    return row if len(row) < len(new) else new
 
 
-def unpack(row: np.ndarray, words: np.ndarray) -> None:
-    """Change an array of words as ``packed`` has described it."""
-    if len(row) == words.nbytes:
-        words.view(np.uint8)[:] = row
-        return
-    blocks = -(-len(words) // BLOCK)
-    counts, rest = row[: 4 * blocks].view(np.uint32), row[4 * blocks :]
-    places, values = rest[: 2 * counts.sum()].view(np.uint16), rest[2 * counts.sum() :].view(words.dtype)
-    words[np.repeat(np.arange(blocks) * BLOCK, counts) + places] = values
+def unpacked(row: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Return the array that ``packed`` got. Raises pyarrow's errors for what it has not returned."""
+    if len(row) == len(old):
+        return row
+    changes = pyarrow.decompress(pyarrow.py_buffer(row), len(old), codec=CODEC)
+    return np.frombuffer(changes, np.uint8) ^ old
