@@ -60,9 +60,10 @@ class Part:
 class Beside(Part):
     """A replica whose rounds run beside those of others, each once ``go`` is set."""
 
-    pool = futures.ThreadPoolExecutor(4)
+    pool, begun = futures.ThreadPoolExecutor(4), 0
 
     def advance(self, *, texts):
+        self.begun += 1
         future = self.pool.submit(super().advance, texts=texts)
         answer = LazyMap(future.result)
         answer.future = future
@@ -178,16 +179,29 @@ def test_no_replica_waits_for_the_round_of_another_one(made):
     stuck.go.clear()
     for first in range(0, 40, 2):
         replicas.submit(flight(first))
-    ended, held = waited(replicas, 18), threading.Thread(target=replicas.hold)
+    ended = waited(replicas, 18)
     assert len(stuck.seen) == 2 and len(ended) == 18 == len(other.seen) and not stuck.rounds
-    held.start()
-    held.join(0.1)
-    assert held.is_alive()  # a round is under way
     stuck.go.set()
-    held.join(60)
-    assert not held.is_alive() and stuck.rounds == 1
-    replicas.release()
     assert ended.keys().isdisjoint(waited(replicas, 2))
+
+
+def test_who_holds_them_waits_for_all_rounds_under_way(made):
+    rollout, replicas = made(kind=Beside)
+    for part in rollout.each:
+        part.go.clear()
+    for first in range(0, 40, 2):
+        replicas.submit(flight(first))
+    while not all(part.begun for part in rollout.each):
+        time.sleep(0.01)
+    held = threading.Thread(target=replicas.hold)
+    held.start()
+    for part, alive in zip(rollout.each, (True, False)):
+        part.go.set()
+        held.join(0.2 if alive else 60)
+        assert held.is_alive() is alive
+    assert [part.rounds for part in rollout.each] == [part.begun for part in rollout.each]
+    replicas.release()
+    assert len(waited(replicas, 20)) == 20
 
 
 def test_a_sample_that_is_discarded_while_its_round_runs_ends_nowhere(made):

@@ -261,10 +261,8 @@ class Relay:
                 try:
                     self._bytes(slot, i).numpy()[:] = relay_delta.unpacked(rows.row(row), old)
                 except (OSError, pyarrow.ArrowException) as error:
-                    name = self.pieces[i].name
-                    message = (
-                        f"{name} of version {publication.version} arrived damaged at the relay {self.path}: {error}"
-                    )
+                    name, version = self.pieces[i].name, publication.version
+                    message = f"{name} of version {version} arrived damaged at the relay {self.path}: {error}"
                     raise WeightMismatch(message, key=name) from None
             sums[mine] = rows.row(0).view(np.uint64)
             self._set_stamp(slot, writer, publication)
