@@ -13,7 +13,7 @@ from tilth.launch import workers
 
 
 def far(folder, cluster=(), rollout=(), **more):
-    """A recipe with two replicas, bf16 and small updates."""
+    """A recipe with two replicas, bf16 and small updates; here every other rank is on the second node."""
     placed = {**PLACED, "whole_every": 3, **dict(rollout)}
     where = {"cluster": {**POOLS, **dict(cluster)}, "train": {"precision": "bf16"}, "optimizer": {"lr": 1e-6}}
     return recipe(folder, 2, rollout=placed, **where, **more)
@@ -24,9 +24,9 @@ def __getattr__(name: str) -> Any:
 
 
 def weight_sync(context, recipe, config, source, targets):
-    """Make the role as it is on another node, if this is a worker of an engine."""
+    """Make the role as it is on its node."""
     folder = Path(context.folder) / "far"
-    if context.rank not in source.ranks:
+    if context.rank % 2:
         folder.mkdir(exist_ok=True)
         context = replace(context, folder=str(folder))
     return workers.weight_sync(context, recipe, config, source, targets)

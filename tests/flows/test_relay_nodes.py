@@ -32,6 +32,14 @@ def test_engines_take_whole_versions_and_what_has_changed_since(tmp_path, monkey
     check_sent(result.directory)
 
 
+def test_a_policy_on_two_nodes_sends_to_both(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_WORKERS", nodes.__name__)
+    sections = {"cluster": {"pools": {"train": 2, "rollout": 2}}, "policy": {"layout": {"fsdp": 2}}}
+    result = tiny.run(nodes.far(tmp_path, **sections))
+    check_once(result, 6, group=4)
+    check_sent(result.directory)
+
+
 def test_a_worker_that_dies_costs_no_sample(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_WORKERS", nodes.__name__)
     kills = Kills((0, 1, 2), (2, 4), seed=3)

@@ -96,7 +96,8 @@ class Publisher:
         self._kept = self._kept or self.store.lease("weights")
         since = self._sent[-1].publication.number if self._sent else 0
         with self.store.under(self._kept):
-            columns = dict(resolved(self._policy.pack("rollout", self._newest, since)))
+            packed = self._policy.pack("rollout", self._newest, since)
+        columns = {writer: handle for one in packed for writer, handle in one.items()}
         self.sent_bytes = sum(handle.nbytes for handle in columns.values())
         self._sent.append(SentVersion(self._newest, since, columns))
 

@@ -20,7 +20,7 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
@@ -272,9 +272,11 @@ class Relay:
         message = f"changes since publication {since} of the weights have no use in the relay {self.path}, which has"
         return WeightMismatch(f"{message} {has}: all versions since the last whole one are needed", key="relay.since")
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a block in which no other process of this node is in one. OSError if one stays in its."""
-        return _locked(self.path.parent)
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other process of this node be in this block. StorageError if one stays in it."""
+        with writing(self.path), _locked(self.path.parent):
+            yield
 
     # ---- a receiver's side ----
 

@@ -1,5 +1,5 @@
-"""What changes in weights from one version to the next, without a loss: the exclusive or of their bits, compressed,
-since in bf16 most elements keep theirs over an update. What is no shorter so travels whole; the length tells which."""
+"""Changes of weights from one version to the next, without a loss: the exclusive or of their bits, compressed, since in
+bf16 most elements keep theirs over an update. What is no shorter so travels whole; the length tells which."""
 
 import numpy as np
 import pyarrow

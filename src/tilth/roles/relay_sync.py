@@ -69,7 +69,7 @@ class RelaySyncWorker(WeightSyncWorker):
         self._bring(relay, sent)
         shapes = {name: self.held[name].shape for name in names}
         apart, rank = self.routes[target].adapters, self.context.rank
-        with span("publish") as sent:
+        with span("publish") as written:
             own = (self._own(some, apart=apart) for some in buckets(shapes, self.bucket))
             if rank in relay.writers:
                 relay.publish(own, publication, rank, keeps=self.routes[target].wanted.keys() - names.keys())
@@ -77,19 +77,19 @@ class RelaySyncWorker(WeightSyncWorker):
                 pass
             counted = self._names(target, whole=False)
             size = sum(p.box.numel for p in relay.pieces if p.writer == rank and p.name in counted)
-            sent.set(bytes=size * relay.dtype.itemsize)
+            written.set(bytes=size * relay.dtype.itemsize)
         self._published.add(target)
         return size * relay.dtype.itemsize
 
-    @transfer(split="all", gather="merge")
+    @transfer(split="all", gather="all")
     def pack(self, target: str, publication: Publication, since: int) -> dict[int, Handle]:
         """Put what this rank has published where other nodes find it; see ``Relay.pack``."""
         relay, rank = self.relays[target], self.context.rank
         if rank not in relay.writers:
             return {}
-        with span("pack") as sent:
+        with span("pack") as put:
             found = self.context.store.put("weights", relay.pack(publication, rank, since))
-            sent.set(bytes=found.nbytes)
+            put.set(bytes=found.nbytes)
         return {rank: found}
 
     def _bring(self, relay: Relay, sent: Sequence[SentVersion]) -> None:
