@@ -7,7 +7,8 @@ the policies of its first and its second epoch. An engine generates with the fir
 weights and generates for the same prompts anew, with other random numbers: this second epoch is timed, plain and with
 drafts (``rollout.speculate = suffix``), by rows at once and in fp32 and bf16. Case "again": a random model of 13M
 parameters generates the same twice, so that every draft is right: a bound. Case "random": its first and only epoch at
-temperature 1, where nothing repeats: what drafts cost if they do not pay.
+temperature 1, where nothing repeats: what drafts cost if they do not pay. Case "ahead": the first policy answers the
+prompts in steps of four, 32 rows at once, with drafts, without and with run-ahead (``rollout.run_ahead``).
 
 Checked first: in parity mode the completions of the second epoch, their log-probs included, are those of plain decoding
 bit for bit (10,240 of them; fewer with --quick). Contenders of a ratio generate equal numbers of tokens within 2 %:
@@ -22,6 +23,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,10 @@ from tilth.models.config import DecoderConfig
 from tilth.runs.models import load_model
 
 CONTEXT, LENGTH, GROUP = 64, 7, 8
+CONTENDERS = ("plain", "suffix")
 Weights = dict[str, Tensor]
 Row = dict[str, Any]
+Play = Callable[[], list[Trajectory]]
 
 
 def close(prompt: str, completion: str, info: dict[str, Any]) -> float:
@@ -95,33 +99,34 @@ def engine(config: DecoderConfig, rows: int, dtype: torch.dtype, drafts: bool, p
     return Engine(config, EngineOptions(max_rows=rows, dtype=dtype, draft=draft, parity=parity, max_length=CONTEXT * 4))
 
 
-def timed(made: Callable[[bool], tuple[Engine, list[Request]]], rounds: int) -> dict[str, Any]:
-    """Figures of plain generation and of that with drafts, for engines that stand before the timed requests."""
-    best: dict[bool, float] = {False: np.inf, True: np.inf}
-    said: dict[bool, list[Trajectory]] = {}
+def timed(made: Callable[[str], tuple[Engine, Play]], contenders: Sequence[str], rounds: int) -> Row:
+    """Figures of contenders, and ratios to the first one, for engines that stand before what is timed."""
+    best = dict.fromkeys(contenders, np.inf)
+    said: dict[str, list[Trajectory]] = {}
     stats = {}
     for _ in range(rounds):
-        for drafts in best:
-            one, asked = made(drafts)
+        for how in contenders:
+            one, play = made(how)
             one.stats(reset=True)
             begin = time.process_time()
-            said[drafts] = one.generate(asked)
-            best[drafts] = min(best[drafts], time.process_time() - begin)
-            stats[drafts] = one.stats()
-    tokens = {drafts: sum(t.completion_length for t in found) for drafts, found in said.items()}
-    same_work({str(drafts): {"generated_tokens": count} for drafts, count in tokens.items()}, within=0.02)
-    equal = np.mean([np.array_equal(a.tokens, b.tokens) for a, b in zip(said[False], said[True])])
-    rates = {drafts: tokens[drafts] / best[drafts] for drafts in best}
-    return {
-        "tokens": tokens[True],
-        "equal_completions_share": float(equal),
-        "passes_per_token": stats[True].passes_per_token,
-        "acceptance_share": stats[True].acceptance,
-        "drafted_tokens": stats[True].drafted_tokens,
-        "plain_tokens_per_second": rates[False],
-        "suffix_tokens_per_second": rates[True],
-        "suffix_over_plain": rates[True] / rates[False],
-    }
+            said[how] = play()
+            best[how] = min(best[how], time.process_time() - begin)
+            stats[how] = one.stats()
+    tokens = {how: sum(t.completion_length for t in found) for how, found in said.items()}
+    same_work({how: {"generated_tokens": count} for how, count in tokens.items()}, within=0.02)
+    first, *others = contenders
+    row: Row = {"tokens": tokens[first], f"{first}_tokens_per_second": tokens[first] / best[first]}
+    for how in others:
+        equal = np.mean([np.array_equal(a.tokens, b.tokens) for a, b in zip(said[first], said[how])])
+        row[f"{how}_tokens_per_second"] = tokens[how] / best[how]
+        row[f"{how}_over_{first}"] = tokens[how] / best[how] / row[f"{first}_tokens_per_second"]
+        row[f"{how}_equal_completions_share"] = float(equal)
+    for how in contenders:
+        row[f"{how}_passes_per_token"] = stats[how].passes_per_token
+        row[f"{how}_acceptance_share"] = stats[how].acceptance
+        row[f"{how}_drafted_tokens"] = stats[how].drafted_tokens
+        row[f"{how}_ahead_tokens"] = stats[how].ahead_tokens
+    return row
 
 
 def check_parity(
@@ -158,17 +163,44 @@ def grpo(folder: Path, quick: bool) -> list[Row]:
     for name, dtype in DTYPES.items():
         for width in (8,) if quick else (8, 64):
 
-            def made(drafts: bool, width: int = width, dtype: torch.dtype = dtype) -> tuple[Engine, list[Request]]:
-                one = engine(config, width, dtype, drafts)
-                if drafts:  # a plain engine keeps nothing of an epoch
+            def made(how: str, width: int = width, dtype: torch.dtype = dtype) -> tuple[Engine, Play]:
+                one = engine(config, width, dtype, how != "plain")
+                if how != "plain":  # a plain engine keeps nothing of an epoch
                     one.update_weights(weights[0], version=0)
                     one.generate(requests(prompts, 0, params))
                 one.update_weights(weights[1], version=1)
-                return one, requests(prompts, 1, params)
+                return one, lambda: one.generate(requests(prompts, 1, params))
 
-            rows.append({"case": "grpo", "dtype": name, "rows": width, **timed(made, 1 if quick else 2)})
+            rows.append({"case": "grpo", "dtype": name, "rows": width, **timed(made, CONTENDERS, 1 if quick else 2)})
             print(rows[-1], flush=True)
+    rows.append(
+        {"case": "ahead", "dtype": "float32", "rows": 32, **run_ahead(config, weights[0], prompts, params, quick)}
+    )
+    print(rows[-1], flush=True)
     return rows
+
+
+def run_ahead(
+    config: DecoderConfig, weights: Weights, prompts: Sequence[Sequence[int]], params: SamplingParams, quick: bool
+) -> Row:
+    """Figures of a first epoch in steps of four prompts, without and with answers to those of the next step."""
+    steps = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
+    greedy = replace(params, temperature=0.0)
+
+    def made(how: str) -> tuple[Engine, Play]:
+        one = engine(config, 4 * GROUP, torch.float32, True)
+        one.update_weights(weights, version=0)
+
+        def play() -> list[Trajectory]:
+            found = list[Trajectory]()
+            for step, (now, then) in enumerate(zip(steps, [*steps[1:], []])):
+                one.run_ahead([Request(0, prompt, greedy) for prompt in then] if how == "ahead" else [])
+                found += one.generate(requests(now, step, params))
+            return found
+
+        return one, play
+
+    return timed(made, ("suffix", "ahead"), 1 if quick else 3)
 
 
 def bounds(quick: bool) -> list[Row]:
@@ -180,14 +212,16 @@ def bounds(quick: bool) -> list[Row]:
         weights = dict(random_model(config, dtype, "cpu").named_parameters())
         for case in ("again", "random"):
 
-            def made(drafts: bool, case: str = case, dtype: torch.dtype = dtype, weights: Any = weights) -> Any:
-                one = engine(config, 8, dtype, drafts)
+            def made(
+                how: str, case: str = case, dtype: torch.dtype = dtype, weights: Any = weights
+            ) -> tuple[Engine, Play]:
+                one = engine(config, 8, dtype, how != "plain")
                 one.update_weights(weights, version=0)
-                if drafts and case == "again":
+                if how != "plain" and case == "again":
                     one.generate(requests(prompts, 0, params))
-                return one, requests(prompts, 0, params)
+                return one, lambda: one.generate(requests(prompts, 0, params))
 
-            rows.append({"case": case, "dtype": name, "rows": 8, **timed(made, 1 if quick else 2)})
+            rows.append({"case": case, "dtype": name, "rows": 8, **timed(made, CONTENDERS, 1 if quick else 2)})
             print(rows[-1], flush=True)
     return rows
 

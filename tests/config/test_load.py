@@ -330,6 +330,22 @@ def test_drafts_are_not_compiled():
         from_dict({"rollout": {"compile": True, "speculate": "suffix"}})
 
 
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("unused", {"rollout": {"speculate": "off"}}),
+        ("staleness", {"cluster": {"backend": "inline"}, "rollout": {"staleness": 1}}),
+        ("environment", {"rollout": {"environment": "a:b"}, "reward": {"function": ""}}),
+        ("loaders", {"data": {"loaders": 2}}),
+    ],
+)
+def test_run_ahead_is_for_prompts_of_synchronous_steps(key, sections):
+    rollout = {"speculate": "suffix", "run_ahead": True, **sections.get("rollout", {})}
+    with raises(RecipeError, f"rollout.run_ahead.{key}"):
+        from_dict({**sections, "rollout": rollout})
+    assert from_dict({"rollout": {"speculate": "suffix", "run_ahead": True}}).rollout.run_ahead
+
+
 def test_keys_of_drafts_are_for_drafts_alone():
     draft = {"draft": {"tokens": 4}}
     with raises(RecipeError, "rollout.draft.unused"):

@@ -8,6 +8,9 @@ from tilth.runs.metrics import Metrics
 
 
 def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
+    """Also where prompts of later steps were answered before, of which nothing is learned or counted."""
+    more = {"off": {"speculate": "off"}, "suffix": {"speculate": "suffix"}}
+    more["ahead"] = {**more["suffix"], "run_ahead": True}
     made = {
         how: tiny.run(
             tiny.recipe(
@@ -16,25 +19,29 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
                 supervised={"steps": 2},
                 algorithm={"steps": 3},
                 model={"context": 32},
-                rollout={"speculate": how, "max_tokens": 20, "temperature": 0.3},
+                rollout={"max_tokens": 20, "temperature": 0.3, **section},
             ),
             name=how,
         ).directory
-        for how in ("off", "suffix")
+        for how, section in more.items()
     }
-    assert tiny.weights(made["off"]) == tiny.weights(made["suffix"])
-    plain, drafted = tiny.numbers(made["off"]), tiny.numbers(made["suffix"])
-    own = [{name: record.pop(name) for name in [*record] if name.startswith("draft/")} for record in drafted]
-    assert plain == drafted
-    assert any(0 < record.get("draft/acceptance", 0) <= 1 for record in own)
-    assert sum(0 < record.get("draft/passes", 1) < 1 for record in own) > 1
+    plain = tiny.numbers(made["off"])
+    for how in ("suffix", "ahead"):
+        assert tiny.weights(made["off"]) == tiny.weights(made[how])
+        drafted = tiny.numbers(made[how])
+        own = [{name: record.pop(name) for name in [*record] if name.startswith("draft/")} for record in drafted]
+        assert plain == drafted
+        assert any(0 < record.get("draft/acceptance", 0) <= 1 for record in own)
+        assert sum(0 < record.get("draft/passes", 1) < 1 for record in own) > 1
+        assert sum(record.get("draft/ahead", 0) > 0 for record in own) == (3 if how == "ahead" else 0)
 
 
 def test_drafts_are_summed_over_engines():
     metrics = Metrics()
-    measure_drafts(metrics, [(10, 8, 4), (0, 0, 0), (10, 2, 1)])
+    measure_drafts(metrics, [(10, 8, 4, 7), (0, 0, 0, 0), (10, 2, 1, 3)])
     found = metrics.values()
     assert found["draft/acceptance"] == pytest.approx(0.5) and found["draft/passes"] == pytest.approx(0.75)
-    measure_drafts(empty := Metrics(), [(0, 0, 0)])
+    assert found["draft/ahead"] == 10
+    measure_drafts(empty := Metrics(), [(0, 0, 0, 0)])
     measure_drafts(empty, [])
     assert not empty.values()

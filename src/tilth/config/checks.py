@@ -174,9 +174,24 @@ def _drafts(recipe: Recipe) -> Refusals:
         yield "rollout.draft.unused", "has no use with rollout.speculate = off; leave it out, or use suffix"
     if r.speculate != "off" and (recipe.flow_spec.learns == "documents" or recipe.flow_spec.value):
         yield "rollout.speculate.unused", f"has no use in flow = {recipe.flow}, which generates nothing; set it to off"
+    if r.run_ahead:
+        yield from _run_ahead(recipe)
     if r.speculate != "off" and r.compile:
         why = "beside rollout.speculate: passes with drafts are not compiled, and their price knows no other; use one"
         yield "rollout.compile.speculate", why
+
+
+def _run_ahead(recipe: Recipe) -> Refusals:
+    r = recipe.rollout
+    if r.speculate == "off":
+        yield "rollout.run_ahead.unused", "has no use with rollout.speculate = off; use false, or suffix"
+    if r.staleness:
+        why = f"beside rollout.staleness = {r.staleness}: there, engines begin the samples of later steps; use false"
+        yield "rollout.run_ahead.staleness", why
+    if r.environment:
+        yield "rollout.run_ahead.environment", f"answers prompts, and {r.environment} begins episodes; use false"
+    if recipe.data.loaders:
+        yield "rollout.run_ahead.loaders", "takes prompts before their step, which data.loaders hand out once; use one"
 
 
 def _parity(recipe: Recipe) -> Refusals:

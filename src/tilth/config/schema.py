@@ -250,6 +250,10 @@ class RolloutConfig(RoleSection):
         "resume the same bits",
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
+    run_ahead: bool = Field(
+        False,
+        description="answer prompts of the next step, greedily, in idle rows of engines, for drafts alone",
+    )
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")], "engine")] = Field(
         "native", description="generation engine; plugins can add others"
     )

@@ -55,6 +55,9 @@ class Drafter(Protocol):
     def forget(self, row: int) -> None:
         """Take a row out of flight, if it is there; what it said may lead later drafts."""
 
+    def note(self, prompt: np.ndarray, completion: np.ndarray) -> None:
+        """Take what somebody else has said to a prompt, to lead later drafts. prompt and completion: int64 [n]."""
+
 
 def price(rows: int, device: torch.device, dtype: torch.dtype) -> float:
     """Return the chance from which on a guessed token pays in a pass of so many rows.
@@ -62,8 +65,12 @@ def price(rows: int, device: torch.device, dtype: torch.dtype) -> float:
     A pass of n positions takes n + FREE units of time, and n rows gain n tokens by it. One more position with chance a
     raises tokens per time if a > n / (n + FREE). Counts alone decide, so a run replays.
     """
-    free = FREE.get((device.type, dtype), FREE_ELSEWHERE)
-    return rows / (rows + free)
+    return rows / (rows + free_positions(device, dtype))
+
+
+def free_positions(device: torch.device, dtype: torch.dtype) -> int:
+    """Return FREE of a device and a dtype."""
+    return FREE.get((device.type, dtype), FREE_ELSEWHERE)
 
 
 def padded(drafts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -117,14 +124,15 @@ class Speculation:
         """Return drafts of the first ``rows`` rows, int64 [rows, longest <= most], NONE behind each; their blocks are
         taken."""
         found: list[list[int]] = [[] for _ in range(rows)]
-        live, own = lane.rows, self._drafted(lane)
+        own = self._drafted(lane)
         if not own:
             return padded(found)
+        others = sum(lane.answer(row).ahead is None for row in lane.rows.tolist())
         c = lane.columns
         room = np.minimum(c.end, lane.limit)[own] - c.position[own] - 2  # a token behind the draft has its place too
-        budget = room.clip(0, max(0, min(self._tokens, most, self._most // len(live) - 1)))
+        budget = room.clip(0, max(0, min(self._tokens, most, self._most // others - 1)))
         ids = [lane.answer(row).request.id for row in own]
-        for row, draft in zip(own, self._drafter.propose(ids, budget.tolist(), self._least(len(live)))):
+        for row, draft in zip(own, self._drafter.propose(ids, budget.tolist(), self._least(others))):
             until = int(c.position[row]) + 1 + len(draft)
             if draft and self._blocks.extend(lane.answer(row).table, until):  # a draft preempts nobody
                 found[row] = draft

@@ -14,9 +14,10 @@ from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.engines.adapters import AdapterBank, salt_of
+from tilth.engines.ahead import RunAhead
 from tilth.engines.blocks import BlockManager
 from tilth.engines.cache import KeptTail, KVCache, PrefixStore
-from tilth.engines.draft import HOLE, NONE, Speculation, check_said, price, said_counts
+from tilth.engines.draft import HOLE, NONE, Speculation, check_said, free_positions, price, said_counts
 from tilth.engines.grammar import Grammars
 from tilth.engines.lanes import LengthBucket, logit_changes
 from tilth.engines.lockstep import LockStep, check_divided, part_of
@@ -104,12 +105,18 @@ class Engine(GenerationEngine):
         self._store, self._staging = self._new_store(), self._new_slab()
         self._tails: dict[int, KeptTail] = {}
         self._known: set[int] = set()
-        self._speculation = None if self._draft is None else self._new_speculation(self._draft)
+        self._speculation: Speculation | None = None
+        self._ahead: RunAhead | None = None
+        if self._draft is not None:
+            self._speculate(self._draft)
 
-    def _new_speculation(self, draft: DraftConfig) -> Speculation:
+    def _speculate(self, draft: DraftConfig) -> None:
         most = max(self._max_rows, min(self.step_tokens, CHOICE_ELEMENTS // self.config.vocab_size))
         least = partial(price, device=self.device, dtype=self.dtype)
-        return Speculation(SuffixDrafter(draft.depth), draft.tokens, most, self._blocks, least)
+        drafter = SuffixDrafter(draft.depth)
+        self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least)
+        free = free_positions(self.device, self.dtype)
+        self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens)
 
     # Weights
 
@@ -198,6 +205,25 @@ class Engine(GenerationEngine):
         answer = SequenceState.resume(trajectory, params, adapter)
         self._check(answer, self._known)
         self._enqueue(answer)
+
+    def run_ahead(self, requests: Sequence[Request]) -> None:
+        if self._ahead is None:
+            return
+        self._end_ahead()
+        self._ahead.expect(filter(self._fits, requests))
+        self._lock.note("ahead", *(r.id for r in requests))
+
+    def _fits(self, request: Request) -> bool:
+        """Return True for a request that run-ahead can answer; one that nobody can is refused when it comes."""
+        try:
+            self._check(SequenceState.start(request), set())
+        except DataError:
+            return False
+        return not request.media and not request.adapter
+
+    def _end_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.tend(self._lanes.values(), True, self._draw)
 
     def _check(self, answer: SequenceState, seen: set[int]) -> None:
         """Raise DataError for a sequence that cannot be served. seen: ids in flight, and those that come with it."""
@@ -289,8 +315,10 @@ class Engine(GenerationEngine):
 
     def _decode(self, done: list[Trajectory]) -> int:
         """Decode a token of every row, or more by drafts; return the number of positions computed."""
-        self._secure_blocks()
         self._promote()
+        if self._ahead is not None:
+            self._ahead.tend(self._lanes.values(), self._scheduler.queued > 0, self._draw)
+        self._secure_blocks()
         total, most = 0, self._most_drafted()
         for lane in list(self._lanes.values()):
             rows = lane.compact()
@@ -307,10 +335,12 @@ class Engine(GenerationEngine):
 
     def _decode_lane(self, lane: LengthBucket, rows: int, most: int, done: list[Trajectory]) -> int:
         c, live = lane.columns, lane.columns.live[:rows].copy()
-        drafts = np.zeros((rows, 0), np.int64)
-        if self._speculation is not None:
+        own, drafts = live.copy(), np.zeros((rows, 0), np.int64)
+        if self._speculation is not None and self._ahead is not None:
             drafts = self._speculation.drafts(lane, rows, most)
-            self._stats.undrafted_rows += sum(not lane.answer(row).drafted for row in lane.rows.tolist())
+            own[self._ahead.rows(lane)] = False
+            self._stats.undrafted_rows += sum(not lane.answer(row).drafted for row in np.flatnonzero(own).tolist())
+            drafts = self._ahead.feed(lane, drafts, live)
         given = np.concatenate([c.tokens[np.arange(rows), c.position[:rows]][:, None], drafts], 1)
         there = (given != NONE) & (live[:, None] if drafts.size else True)
         row, place = np.nonzero(there)
@@ -327,6 +357,8 @@ class Engine(GenerationEngine):
             self._check_finite(logprobs[live[row]])
             self._lock.note(tokens[live[row]])
             chosen = _spread(tokens, there, HOLE)
+            if self._ahead is not None:
+                self._ahead.force(lane, chosen)
             counts = said_counts(chosen, drafts, c.stops[:rows]) * live
             matched = set()
             for r in lane.watched:
@@ -339,10 +371,12 @@ class Engine(GenerationEngine):
             lane.note(logp, np.searchsorted(row, np.arange(rows)), counts)
             if self._speculation is not None:
                 self._speculation.accept(lane, chosen, counts)
-        said = int(counts.sum())
-        self._stats.drafted(len(seen) - int(live.sum()), said - int(live.sum()))
+        said, computed = int(counts[own].sum()), int((there & own[:, None]).sum())
+        self._stats.drafted(computed - int(own.sum()), said - int(own.sum()))
         self._stats.decoded(len(row), said, decoding.seconds, sampling.seconds)
-        self._end_rows(lane, {*ended.tolist(), *matched}, matched, done)
+        if self._ahead is not None:
+            self._stats.ahead_tokens += self._ahead.settle(lane, counts, ended)
+        self._end_rows(lane, {*ended[own[ended]].tolist(), *matched}, matched, done)
         return len(seen)
 
     def _decode_pass(
@@ -503,7 +537,8 @@ class Engine(GenerationEngine):
         for lane in self._lanes.values():
             c = lane.columns
             for row in np.flatnonzero(c.live & (c.position % self._block_size == 0)).tolist():
-                needy.append((lane.answer(row).order, lane, row, lane.answer(row)))
+                if (answer := lane.answer(row)).ahead is None:
+                    needy.append((answer.order, lane, row, answer))
         for _, lane, row, answer in sorted(needy, key=lambda n: n[0]):
             while lane.answers[row] is answer and not self._blocks.extend(
                 answer.table, int(lane.columns.position[row]) + 1
@@ -537,7 +572,8 @@ class Engine(GenerationEngine):
                 self._stats.moved_rows += len(rows)
 
     def _interrupt(self, rows: bool = True) -> None:
-        """Requeue prompts, and rows if ``rows``, to compute them again."""
+        """Requeue prompts, and rows if ``rows``, to compute them again; run-ahead ends."""
+        self._end_ahead()
         while self._scheduler.yield_prompt():
             pass
         answers = [lane.take(row) for lane, row in self._rows()] if rows else []

@@ -122,8 +122,9 @@ class LengthBucket:
         if rows > slab.rows or want > slab.capacity or narrow:
             slab.layout(rows, want, keep, min(used, slab.capacity))
 
-    def place(self, answers: Sequence[SequenceState], slab: KVCache, rows: Sequence[int], draw: Draw) -> None:
-        """Add sequences whose newest token is not computed yet; the KV before it is in these rows of ``slab``."""
+    def place(self, answers: Sequence[SequenceState], slab: KVCache, rows: Sequence[int], draw: Draw) -> list[int]:
+        """Add sequences whose newest token is not computed yet, and return their rows; the KV before it is in ``rows``
+        of ``slab``."""
         to = self._holes(len(answers), max(len(a.request.params.stop_tokens) for a in answers))
         lengths = [len(a.tokens) for a in answers]
         self.fit(max(lengths))
@@ -134,6 +135,7 @@ class LengthBucket:
             self._set(row, answer)
             room = min(count, self.limit - length)
             self.columns.uniform[row, length : length + room] = some[:room]
+        return to.tolist()
 
     def _holes(self, count: int, stops: int) -> np.ndarray:
         """Return the first ``count`` free rows."""

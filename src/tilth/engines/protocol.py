@@ -77,6 +77,10 @@ class GenerationEngine(Protocol):
         (at 1 for temperature 0). Raises EngineError while the engine sleeps.
         """
 
+    def run_ahead(self, requests: Sequence[Request]) -> None:
+        """Take requests that are likely to come next, in place of those of the last call: an engine may prepare for
+        them where it is idle. They are not in flight, and nothing of them is returned."""
+
     @abstractmethod
     def abort(self, trajectory: int) -> Trajectory:
         """Stop a request now, free its KV and return what there is of it, with finish "aborted". Raises DataError if it

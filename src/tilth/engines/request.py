@@ -167,6 +167,8 @@ class SequenceState:
     routing: np.ndarray | None = None
     """Experts of its first tokens, ``Trajectory.routing``."""
     adapter: LoadedAdapter | None = None
+    ahead: Request | None = None
+    """What a row of run-ahead answers; its own request is for all behind the first token."""
     likeliest: list[Likeliest] = field(default_factory=list)
     """Alternatives of each of its tokens, if its request asks for them."""
 
@@ -262,8 +264,9 @@ class SequenceState:
 
     @property
     def drafted(self) -> bool:
-        """True if drafts may lead it: what it may say does not depend on the tokens before, beyond the model."""
-        return self.grammar is None and self.bias is None
+        """True if drafts may lead it: what it may say does not depend on the tokens before, beyond the model, and it is
+        no run-ahead."""
+        return self.grammar is None and self.bias is None and self.ahead is None
 
     @property
     def watching(self) -> list[StopStrings | Grammar | LogitBias]:

@@ -25,6 +25,8 @@ class Stats:
     """Tokens of drafts that decode passes computed."""
     accepted_tokens: int = 0
     """Of these, tokens that their sequence said."""
+    ahead_tokens: int = 0
+    """Tokens that run-ahead said, of which no completion is made."""
     undrafted_rows: int = 0
     """Rows of sequences that have no drafts, since what they may say depends on each token before it: those with a
     schema or changed logits."""

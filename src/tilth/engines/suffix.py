@@ -150,13 +150,17 @@ class SuffixDrafter:
             said = len(known.text) // _WIDTH - known.start
             known.text += completion[said:].astype(np.int32).tobytes()
             return
-        last = prompt[-self.depth :].astype(np.int32)
-        text = bytearray(last.tobytes() + completion.astype(np.int32).tobytes())
-        digest = blake2b(np.ascontiguousarray(prompt, np.int64).tobytes(), digest_size=16).digest()
-        self._rows[row] = _Row(digest, text, len(last), len(last))
+        self._rows[row] = new = self._row(prompt, completion)
+        digest = new.prompt
         tree = self._trees.get(digest)
         if tree is None or tree.tokens > 4 * self._kept + PROMPT:
             self._trees[digest] = self._planted(digest, prompt)
+
+    def _row(self, prompt: np.ndarray, completion: np.ndarray) -> _Row:
+        last = prompt[-self.depth :].astype(np.int32)
+        text = bytearray(last.tobytes() + completion.astype(np.int32).tobytes())
+        digest = blake2b(np.ascontiguousarray(prompt, np.int64).tobytes(), digest_size=16).digest()
+        return _Row(digest, text, len(last), len(last))
 
     def _planted(self, digest: bytes, prompt: np.ndarray) -> SuffixTree:
         """Return the tree of a prompt and of what was said to it; rows in flight are counted anew."""
@@ -230,8 +234,14 @@ class SuffixDrafter:
             row.text += tokens.astype(np.int32).tobytes()
 
     def forget(self, row: int) -> None:
-        if (gone := self._rows.pop(row, None)) is None:
-            return
+        if (gone := self._rows.pop(row, None)) is not None:
+            self._rest(gone)
+
+    def note(self, prompt: np.ndarray, completion: np.ndarray) -> None:
+        self._rest(self._row(prompt, completion))
+
+    def _rest(self, gone: _Row) -> None:
+        """Keep what was said to a prompt, in its tree too while others are in flight."""
         text = bytes(gone.text)
         self._said.setdefault(gone.prompt, deque()).append(text)
         self._order.append(gone.prompt)
@@ -239,7 +249,7 @@ class SuffixDrafter:
         if any(other.prompt == gone.prompt for other in self._rows.values()):
             self._count(gone)
         else:
-            del self._trees[gone.prompt]
+            self._trees.pop(gone.prompt, None)
         while self.tokens > self._most:
             oldest = self._order.popleft()
             texts = self._said[oldest]

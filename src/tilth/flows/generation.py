@@ -51,12 +51,15 @@ class Generation:
         self.rollout, self.scorers, self._progress = rollout, scorers, progress
         self.ended: dict[int, Ended] = {}
 
-    def run(self, asked: Batch, *, greedy: bool = False, since: int | None = None) -> None:
-        """Generate these samples, and nothing else, until each has ended or paused: see ``RolloutWorker.submit``."""
+    def run(self, asked: Batch, *, greedy: bool = False, since: int | None = None, ahead: Batch | None = None) -> None:
+        """Generate these samples until each has ended or paused: see ``RolloutWorker.submit``. ahead: rows that are
+        asked for next, see ``RolloutWorker.run_ahead``."""
         if len(np.unique(asked["id"])) < len(asked):
             raise DataError("a sample is asked for twice: ids of one generation must differ", key="asked.id")
         self.rollout.begin()
         self.rollout.submit(asked, greedy=greedy, since=since)
+        if ahead is not None:
+            self.rollout.run_ahead(ahead)
         self._until(len(asked))
 
     def go_on(self, asked: Batch, stops: Mapping[int, int]) -> None:

@@ -93,15 +93,25 @@ class Sampler:
                 self.metrics.add(f"mixture/{name}", float(own))
             for line in self.train.ends(order, start, count):
                 self.say(line)
-        if self.recipe.data.loaders:
+        if self.recipe.data.loaders or self.recipe.rollout.run_ahead:
             self._then = self._peek(source, self.recipe.rollout.prompts if source == "prompts" else count)
         return found
 
     def then(self) -> dict[str, np.ndarray]:
         """Return, once for each draw, the argument of the loader with the samples that the next one is going to draw.
         No position moves for it."""
+        if not self.recipe.data.loaders:
+            return {}
         found, self._then = self._then, self._then[:0]
         return {"then": found} if len(found) else {}
+
+    def _ahead(self) -> Batch | None:
+        """Return rows that ask for the next step's samples, with their prompts, for run-ahead; None without it."""
+        found, self._then = self._then, self._then[:0]
+        if not self.recipe.rollout.run_ahead or not len(found) or self.left <= 1:
+            return None
+        batch: Batch = self.roles["loader"].encode(ask(found.tolist(), self.recipe.rollout.group, 0))
+        return batch
 
     def _peek(self, source: str, count: int) -> np.ndarray:
         """Return the indices behind what the step in progress has drawn; none if the data ends before that many."""
@@ -172,7 +182,7 @@ class Sampler:
 
         The others are carried to the next step.
         """
-        generation.run(asked, since=self.state.step)
+        generation.run(asked, since=self.state.step, ahead=self._ahead())
         while (going := self._going(generation, asked)).all():
             generation.resume()
         rest = asked.select(going)
@@ -279,7 +289,7 @@ class Sampler:
         generation = Generation(rollout, scorers, lambda n: self.progress.at(self.progress.now.what, n, len(asked)))
         if CARRIED not in asked.rows:
             with self.alone():
-                generation.run(asked, greedy=greedy)
+                generation.run(asked, greedy=greedy, ahead=None if greedy else self._ahead())
                 return generation.collect(asked["id"]), generation.ended
         batch = generation.collect(self._whole_groups(generation, asked))
         rollout.keep(self.state.step + 1, self.journal.oldest)

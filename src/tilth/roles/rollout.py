@@ -114,7 +114,7 @@ class RolloutWorker:
         self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
-        self._drafts = (0, 0, 0)
+        self._drafts = (0, 0, 0, 0)
 
     @control
     def status(self) -> dict[str, float]:
@@ -129,6 +129,7 @@ class RolloutWorker:
         """Drop what is in flight and was not collected, and forget prefixes of earlier steps, so that a step that runs
         again does the same work. anew: drop what is set aside, too."""
         self.rounds.drop()
+        self.engine.run_ahead([])
         self.engine.reset_prefix_cache()
         for kept in (self._ended, self._news, self._before, self._aborting):
             kept.clear()
@@ -177,6 +178,15 @@ class RolloutWorker:
             self._log.stops, self._log.peak = stops or {}, 0
         known = self._go_on(carried, self._episodes(fresh) if self._plays else [], again=again)
         return known if self._plays else self._submit(self._requests(fresh), again=again)
+
+    @transfer(split="rows", gather="merge", over=("dp",))
+    def run_ahead(self, asked: Batch) -> dict[str, Any]:
+        """Let the engine answer the prompt of each group, greedily, where it is idle, until ``begin``: for drafts of
+        the samples that these rows ask for, when they come, and nothing else."""
+        first = np.sort(np.unique(asked["group"], return_index=True)[1])
+        params = self._params_of(greedy=True)
+        self.engine.run_ahead([replace(one, params=params) for one in self._requests(asked.select(first))])
+        return {}
 
     def _submit(self, requests: Sequence[Request], *, again: bool) -> dict[int, int]:
         """Submit requests; return the tokens with which those go on that the log has something of."""
@@ -495,13 +505,13 @@ class RolloutWorker:
         )
 
     @control
-    def drafts(self) -> tuple[int, int, int]:
-        """Return the tokens drawn in decode passes since the last call, those that drafts proposed, and those of them
-        that were said; 0 on ranks whose engine another rank reports."""
+    def drafts(self) -> tuple[int, int, int, int]:
+        """Return the tokens drawn in decode passes since the last call, those that drafts proposed, those of them that
+        were said, and those that run-ahead said; 0 on ranks whose engine another rank reports."""
         stats, before = self.engine.stats(), self._drafts
-        self._drafts = stats.useful_rows, stats.drafted_tokens, stats.accepted_tokens
-        said, drafted, accepted = (now - then for now, then in zip(self._drafts, before))
-        return (said, drafted, accepted) if self.engine.reports else (0, 0, 0)
+        self._drafts = stats.useful_rows, stats.drafted_tokens, stats.accepted_tokens, stats.ahead_tokens
+        said, drafted, accepted, ahead = (now - then for now, then in zip(self._drafts, before))
+        return (said, drafted, accepted, ahead) if self.engine.reports else (0, 0, 0, 0)
 
     @transfer(split="all", gather="first")
     def compile_seconds(self) -> float:

@@ -86,6 +86,12 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("length/cut", "share", "mean", "completions truncated at rollout.max_tokens"),
     ("draft/acceptance", "share", "mean", "drafted tokens that completions said, of those that passes computed"),
     ("draft/passes", "1", "mean", "passes that computed a completion, for each token drawn in them; 1 without drafts"),
+    (
+        "draft/ahead",
+        "tokens",
+        "sum",
+        "rollout.run_ahead: tokens of answers to prompts of the next step, for drafts alone",
+    ),
     ("groups/flat", "share", "mean", "samples in groups of equal rewards: no gradient under a group baseline"),
     ("groups/gradient", "share", "mean", "groups whose rewards differ; not measured for groups of one"),
     ("samples", "samples", "sum", "completions generated for training"),
