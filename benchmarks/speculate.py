@@ -5,10 +5,10 @@
 Case "grpo": a small model learns to sort lists (supervised), then a GRPO run of two epochs over the same prompts gives
 the policies of its first and its second epoch. An engine generates with the first one, then takes the second one's
 weights and generates for the same prompts anew, with other random numbers: this second epoch is timed, plain and with
-drafts (``rollout.speculate = suffix``), by rows at once and in fp32 and bf16. Case "again": a random model of 13M
-parameters generates the same twice, so that every draft is right: a bound. Case "random": its first and only epoch at
-temperature 1, where nothing repeats: what drafts cost if they do not pay. Case "ahead": the first policy answers the
-prompts in steps of four, 32 rows at once, with drafts, without and with run-ahead (``rollout.run_ahead``).
+drafts (``rollout.speculate = suffix`` and ``tree``), by rows at once and in fp32 and bf16. Case "again": a random model
+of 13M parameters generates the same twice, so that every draft is right: a bound. Case "random": its first and only
+epoch at temperature 1, where nothing repeats: what drafts cost if they do not pay. Case "ahead": the first policy gives
+four answers to each prompt, one prompt after the other, with drafts, without and with ``rollout.run_ahead``.
 
 Checked first: in parity mode the completions of the second epoch, their log-probs included, are those of plain decoding
 bit for bit (10,240 of them; fewer with --quick). Contenders of a ratio generate equal numbers of tokens within 2 %:
@@ -44,7 +44,7 @@ from tilth.models.config import DecoderConfig
 from tilth.runs.models import load_model
 
 CONTEXT, LENGTH, GROUP = 64, 7, 8
-CONTENDERS = ("plain", "suffix")
+CONTENDERS = ("plain", "suffix", "tree")
 Weights = dict[str, Tensor]
 Row = dict[str, Any]
 Play = Callable[[], list[Trajectory]]
@@ -93,10 +93,10 @@ def requests(prompts: Sequence[Sequence[int]], epoch: int, params: SamplingParam
     return [Request(first + i, prompts[i // GROUP], params) for i in range(len(prompts) * GROUP)]
 
 
-def engine(config: DecoderConfig, rows: int, dtype: torch.dtype, drafts: bool, parity: bool = False) -> Engine:
+def engine(config: DecoderConfig, rows: int, dtype: torch.dtype, how: str, parity: bool = False) -> Engine:
     """An engine, plain or with drafts."""
-    draft = DraftConfig() if drafts else None
-    return Engine(config, EngineOptions(max_rows=rows, dtype=dtype, draft=draft, parity=parity, max_length=CONTEXT * 4))
+    drafts: dict[str, Any] = {} if how == "plain" else {"draft": DraftConfig(), "branches": how == "tree"}
+    return Engine(config, EngineOptions(max_rows=rows, dtype=dtype, parity=parity, max_length=CONTEXT * 4, **drafts))
 
 
 def timed(made: Callable[[str], tuple[Engine, Play]], contenders: Sequence[str], rounds: int) -> Row:
@@ -137,21 +137,22 @@ def check_parity(
     least: int,
 ) -> Row:
     """Compare bits of later epochs, ``least`` completions at least."""
-    pair = [engine(config, 64, torch.float32, drafts, parity=True) for drafts in (False, True)]
+    every = {how: engine(config, 64, torch.float32, how, parity=True) for how in CONTENDERS}
     count = epoch = 0
     while count < least:
-        for one in pair:
+        for one in every.values():
             one.update_weights(weights[min(epoch, 1)], version=epoch)
-        plain, drafted = (one.generate(requests(prompts, epoch, params)) for one in pair)
-        for a, b in zip(plain, drafted):
-            if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)):
-                raise AssertionError(f"completion {a.id} of epoch {epoch} differs with drafts")
+        plain, *drafted = (one.generate(requests(prompts, epoch, params)) for one in every.values())
+        for how, found in zip(CONTENDERS[1:], drafted):
+            for a, b in zip(plain, found):
+                if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)):
+                    raise AssertionError(f"completion {a.id} of epoch {epoch} differs with {how} drafts")
         count, epoch = count + len(plain), epoch + 1
-    stats = pair[1].stats()
-    return {
-        "case": "parity", "equal_completions": count, "accepted_tokens": stats.accepted_tokens,
-        "passes_per_token": stats.passes_per_token,
-    }  # fmt: skip
+    row: Row = {"case": "parity", "equal_completions": count}
+    for how in CONTENDERS[1:]:
+        row[f"{how}_accepted_tokens"] = every[how].stats().accepted_tokens
+        row[f"{how}_passes_per_token"] = every[how].stats().passes_per_token
+    return row
 
 
 def grpo(folder: Path, quick: bool) -> list[Row]:
@@ -164,7 +165,7 @@ def grpo(folder: Path, quick: bool) -> list[Row]:
         for width in (8,) if quick else (8, 64):
 
             def made(how: str, width: int = width, dtype: torch.dtype = dtype) -> tuple[Engine, Play]:
-                one = engine(config, width, dtype, how != "plain")
+                one = engine(config, width, dtype, how)
                 if how != "plain":  # a plain engine keeps nothing of an epoch
                     one.update_weights(weights[0], version=0)
                     one.generate(requests(prompts, 0, params))
@@ -173,9 +174,7 @@ def grpo(folder: Path, quick: bool) -> list[Row]:
 
             rows.append({"case": "grpo", "dtype": name, "rows": width, **timed(made, CONTENDERS, 1 if quick else 2)})
             print(rows[-1], flush=True)
-    rows.append(
-        {"case": "ahead", "dtype": "float32", "rows": 32, **run_ahead(config, weights[0], prompts, params, quick)}
-    )
+    rows.append({"case": "ahead", "dtype": "fp32", "rows": 8, **run_ahead(config, weights[0], prompts, params, quick)})
     print(rows[-1], flush=True)
     return rows
 
@@ -183,19 +182,19 @@ def grpo(folder: Path, quick: bool) -> list[Row]:
 def run_ahead(
     config: DecoderConfig, weights: Weights, prompts: Sequence[Sequence[int]], params: SamplingParams, quick: bool
 ) -> Row:
-    """Figures of a first epoch in steps of four prompts, without and with answers to those of the next step."""
-    steps = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
+    """Figures of a first epoch in steps of half a group, without and with the answer to the prompt of the next."""
     greedy = replace(params, temperature=0.0)
 
     def made(how: str) -> tuple[Engine, Play]:
-        one = engine(config, 4 * GROUP, torch.float32, True)
+        one = engine(config, GROUP, torch.float32, "suffix")
         one.update_weights(weights, version=0)
 
         def play() -> list[Trajectory]:
             found = list[Trajectory]()
-            for step, (now, then) in enumerate(zip(steps, [*steps[1:], []])):
-                one.run_ahead([Request(0, prompt, greedy) for prompt in then] if how == "ahead" else [])
-                found += one.generate(requests(now, step, params))
+            for step, prompt in enumerate(prompts):
+                then = prompts[step + 1 : step + 2] if how == "ahead" else []
+                one.run_ahead([Request(0, prompt, greedy) for prompt in then])
+                found += one.generate(requests([prompt], step, params)[: GROUP // 2])
             return found
 
         return one, play
@@ -215,7 +214,7 @@ def bounds(quick: bool) -> list[Row]:
             def made(
                 how: str, case: str = case, dtype: torch.dtype = dtype, weights: Any = weights
             ) -> tuple[Engine, Play]:
-                one = engine(config, 8, dtype, how != "plain")
+                one = engine(config, 8, dtype, how)
                 one.update_weights(weights, version=0)
                 if how != "plain" and case == "again":
                     one.generate(requests(prompts, 0, params))

@@ -14,11 +14,13 @@ from tests.errors import raises
 from tilth.config.schema import DraftConfig
 from tilth.engines import draft as drafting
 from tilth.engines.blocks import BlockManager
-from tilth.engines.draft import HOLE, NONE, DraftError, check_said, price, said_counts
+from tilth.engines.draft import HOLE, Draft, DraftError, Drafts, Said, check_said, price, said_by
 from tilth.engines.request import Request, SamplingParams
 from tilth.models.config import DecoderConfig
 
 DRAFT = DraftConfig(tokens=6, depth=4)
+CHAINS, TREES = {"draft": DRAFT}, {"draft": DRAFT, "branches": True}
+both = pytest.mark.parametrize("drafts", [CHAINS, TREES], ids=["chains", "trees"])
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +48,13 @@ def same(found, wanted):
 SELDOM = ("few-rows", "small-chunks", "other-blocks")
 
 
+@both
 @pytest.mark.parametrize(
     "options", [pytest.param(how, id=name, marks=[pytest.mark.slow] * (name in SELDOM)) for name, how in WAYS.items()]
 )
-def test_same_tokens_as_a_naive_generator(options):
+def test_same_tokens_as_a_naive_generator(options, drafts):
     """Filters, temperatures, stops; tokens that are guessed right and wrong."""
-    engine = make_engine(MODEL, draft=DRAFT, **options)
+    engine = make_engine(MODEL, **drafts, **options)
     check(engine.generate(REQUESTS), REQUESTS, naively())
     engine.stats(reset=True)
     check(engine.generate(REQUESTS), REQUESTS, naively())
@@ -64,10 +67,11 @@ def test_same_tokens_as_a_naive_generator(options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_parity_has_the_bits_of_plain_decoding(dtype):
+@both
+def test_parity_has_the_bits_of_plain_decoding(dtype, drafts):
     model = make_model(dtype=dtype)
     plain = make_engine(model, parity=True).generate(REQUESTS)
-    engine = make_engine(model, parity=True, draft=DRAFT)
+    engine = make_engine(model, parity=True, **drafts)
     same(engine.generate(REQUESTS), plain)
     same(engine.generate(REQUESTS), plain)
     assert engine.stats().accepted_tokens > 100
@@ -84,8 +88,9 @@ def caches(engine):
     return found
 
 
-def test_the_cache_and_its_blocks_are_those_of_plain_decoding():
-    plain, engine = make_engine(MODEL, parity=True), make_engine(MODEL, parity=True, draft=DRAFT)
+@both
+def test_the_cache_and_its_blocks_are_those_of_plain_decoding(drafts):
+    plain, engine = make_engine(MODEL, parity=True), make_engine(MODEL, parity=True, **drafts)
     engine.generate(REQUESTS)
     engine.reset_prefix_cache()
     plain.submit(REQUESTS)
@@ -165,22 +170,24 @@ def test_alternatives_adapters_and_kept_rows():
         for i in range(9)
     ]  # fmt: skip
     found = []
-    for one in (None, DRAFT):
-        engine = make_engine(MODEL, parity=True, draft=one)
+    for drafts in ({}, CHAINS, TREES):
+        engine = make_engine(MODEL, parity=True, **drafts)
         for name in ("a", "b"):
             engine.load_adapter(name, LORAS[name], halves(name))
         found.append(again(requests, engine))
-    assert engine.stats().accepted_tokens > 50
+        assert not drafts or engine.stats().accepted_tokens > 50
     same(found[1], found[0])
-    for a, b in zip(*found):
+    same(found[2], found[0])
+    for a, b in [*zip(*found[:2]), *zip(found[0], found[2])]:
         assert np.array_equal(a.likeliest.ids, b.likeliest.ids)
         assert np.array_equal(a.likeliest.logprobs, b.likeliest.logprobs)
 
 
-def test_experts_of_tokens_are_recorded():
+@both
+def test_experts_of_tokens_are_recorded(drafts):
     model, requests = make_model(MOE), make_requests(8, longest=9)
     plain = again(requests, make_engine(model, parity=True, routing=True, max_length=128))
-    engine = make_engine(model, parity=True, routing=True, max_length=128, draft=DRAFT)
+    engine = make_engine(model, parity=True, routing=True, max_length=128, **drafts)
     found = again(requests, engine)
     assert engine.stats().accepted_tokens > 20
     same(found, plain)
@@ -256,29 +263,36 @@ def completions(engine, count):
     return np.bincount(words @ np.array([25, 5, 1]), minlength=5**WORDS)
 
 
-def test_completions_have_the_exact_distribution():
-    engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
+@both
+def test_completions_have_the_exact_distribution(drafts):
+    engine = make_engine(make_model(FIVE), max_length=32, max_rows=64, **drafts)
     value, degrees = chi_square(completions(engine, 4000))
     assert engine.stats().accepted_tokens > 500
     assert value < degrees + 4 * np.sqrt(2 * degrees)
 
 
+def all_stands(chosen, drafts, stops):
+    return Said(np.tile(np.arange(chosen.shape[1]), (len(chosen), 1)), (chosen != HOLE).sum(1))
+
+
 @pytest.fixture
 def credulous(monkeypatch):
     """A verifier that lets wrong guesses stand."""
-    monkeypatch.setattr("tilth.engines.engine.said_counts", lambda chosen, drafts, stops: (chosen != HOLE).sum(1))
+    monkeypatch.setattr("tilth.engines.engine.said_by", all_stands)
 
 
-def test_a_verifier_that_lets_wrong_guesses_stand_is_named(credulous):
-    engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
+@both
+def test_a_verifier_that_lets_wrong_guesses_stand_is_named(credulous, drafts):
+    engine = make_engine(make_model(FIVE), max_length=32, max_rows=64, **drafts)
     with raises(DraftError, "draft.verdict"):
         completions(engine, 300)
 
 
 @pytest.mark.slow
-def test_without_its_name_the_distribution_would_be_wrong(credulous, monkeypatch):
+@both
+def test_without_its_name_the_distribution_would_be_wrong(credulous, monkeypatch, drafts):
     monkeypatch.setattr("tilth.engines.engine.check_said", lambda *_: None)
-    engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
+    engine = make_engine(make_model(FIVE), max_length=32, max_rows=64, **drafts)
     value, degrees = chi_square(completions(engine, 4000))
     assert value > degrees + 20 * np.sqrt(2 * degrees)
 
@@ -286,14 +300,56 @@ def test_without_its_name_the_distribution_would_be_wrong(credulous, monkeypatch
 # Parts
 
 
+def said(chosen, drafts, stops):
+    """By a walk from each token to the one that follows it."""
+    found = []
+    for row, draft, ends in zip(chosen, drafts, stops):
+        tokens, places, at = [row[0]], [0], 0
+        while tokens[-1] not in ends:
+            follows = [i + 1 for i, (t, p) in enumerate(zip(*draft)) if (t, p) == (tokens[-1], at)]
+            if not follows:
+                break
+            (at,) = follows
+            tokens.append(row[at])
+            places.append(at)
+        found.append((tokens, places))
+    return found
+
+
+CHAIN = Draft([5, 6], [0, 1])
+TREE = Draft([5, 6, 5, 6, 9], [0, 1, 2, 0, 4])
+CASES = [
+    ([5, 6, 7], CHAIN, [], 3), ([5, 6], Draft([5], [0]), [], 2), ([5, 9, 7], CHAIN, [7], 2), ([5], Draft(), [], 1),
+    ([5, 6, 7], Draft([2, 6], [0, 1]), [5], 1), ([5, 6, 7], CHAIN, [5], 1), ([5, 6, 7], CHAIN, [6], 2),
+    ([6, 6, 5, 1, 9, 7], TREE, [], 3), ([5, 6, 5, 2, 9, 7], TREE, [], 4), ([6, 6, 5, 1, 4, 7], TREE, [], 2),
+    ([9, 6, 5, 1, 9, 7], TREE, [], 1), ([6, 6, 5, 1, 9, 7], TREE, [9], 2),
+]  # fmt: skip
+
+
+def table(rows, other):
+    width = max(map(len, rows))
+    return np.array([[*row, *[other] * (width - len(row))] for row in rows], np.int64)
+
+
 def test_what_stands_of_a_draft():
-    chosen = np.array([[5, 6, 7], [5, 6, HOLE], [5, 9, 7], [5, HOLE, HOLE], [2, 6, 7]])
-    drafts = np.array([[5, 6], [5, NONE], [5, 6], [NONE, NONE], [2, 6]])
-    stops = np.array([[NONE], [NONE], [7], [NONE], [2]])
-    assert said_counts(chosen, drafts, stops).tolist() == [3, 2, 2, 1, 1]
-    check_said(chosen, drafts, np.array([3, 2, 2, 1, 1]))
+    chosen = table([case[0] for case in CASES], HOLE)
+    drafts, stops = Drafts.of([case[1] for case in CASES]), table([[*case[2], -1] for case in CASES], -1)
+    found = said_by(chosen, drafts, stops)
+    assert found.counts.tolist() == [case[3] for case in CASES]
+    walked = said([case[0] for case in CASES], [case[1] for case in CASES], [case[2] for case in CASES])
+    for row, (tokens, places) in enumerate(walked):
+        assert found.path[row, : len(places)].tolist() == places
+        assert found.along(chosen)[row, : len(tokens)].tolist() == tokens
+    check_said(chosen, drafts, found)
+    for row in (2, 9, 10):
+        more = found.counts + (np.arange(len(CASES)) == row)
+        with raises(DraftError, "draft.verdict"):
+            check_said(chosen, drafts, found._replace(counts=more))
+    other = found.path.copy()
+    other[7, 1:3] = [4, 3]  # token 3 follows token 2
     with raises(DraftError, "draft.verdict"):
-        check_said(chosen, drafts, np.array([3, 2, 3, 1, 1]))
+        check_said(chosen, drafts, found._replace(path=other))
+    assert drafts.depths()[7].tolist() == [0, 1, 2, 3, 1, 2]
 
 
 def test_a_guess_costs_more_the_more_rows_there_are():

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from tests.errors import raises
 from tests.examples import examples
-from tilth.engines.draft import DraftError
+from tilth.engines.draft import Draft, DraftError
 from tilth.engines.suffix import PAUSE, SuffixDrafter, SuffixTree
 
+BOTH = pytest.mark.parametrize("branches", [False, True])
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 
@@ -105,7 +106,7 @@ class Flight(RuleBasedStateMachine):
             return
         id = sorted(self.rows)[number % len(self.rows)]
         if asks:
-            self.check(id, self.drafter.propose([id], [3], 0.0)[0])
+            self.check(id, self.drafter.propose([id], [3], 0.0)[0].tokens)
         self.drafter.accept([id], [np.array(said)])
         self.rows[id][1] = [*self.rows[id][1], *said]
 
@@ -152,11 +153,25 @@ def spoken(drafter, id, tokens, budget=8, least=0.5):
     """Say these tokens, with drafts; return (tokens, positions computed, passes)."""
     at = computed = passes = 0
     while at < len(tokens):
-        (draft,) = drafter.propose([id], [min(budget, len(tokens) - at - 1)], least)
+        draft = drafter.propose([id], [min(budget, len(tokens) - at - 1)], least)[0].tokens
         stand = next((i for i, token in enumerate(draft) if token != tokens[at + i]), len(draft))
         drafter.accept([id], [np.array(tokens[at : at + stand + 1])])
         at, computed, passes = at + stand + 1, computed + 1 + len(draft), passes + 1
     return computed, passes
+
+
+@BOTH
+def test_a_draft_branches_where_several_continuations_have_a_chance(branches):
+    """After 1 2 came 3 4 three times, 5 6 twice and 7 once; the likeliest tokens come, what follows one behind it."""
+    text = [n for more in ([3, 4], [5, 6], [3, 4], [7, 8], [5, 6], [3, 4]) for n in (1, 2, *more)]
+    drafter = SuffixDrafter(2, branches=branches)
+    drafter.begin(0, np.array([9]), np.array([*text, 1, 2]))
+    (draft,) = drafter.propose([0], [4], 0.05)
+    assert draft == (Draft([3, 4, 5, 7], [0, 1, 0, 0]) if branches else Draft([3, 4, 1], [0, 1, 2]))
+    drafter.accept([0], [np.array([5, 6])])
+    tries = {kind: tally.tries for kind, tally in drafter._tallies.items()}
+    assert tries[2, 2, False] == 3 and tries.get((2, 1, True)) == (3 if branches else None)
+    assert drafter._rows[0].fortune.tries > 4
 
 
 def test_what_was_said_before_is_said_in_few_passes():
@@ -182,8 +197,9 @@ def test_a_row_is_a_draft_of_its_group():
     assert spoken(drafter, 1, text)[1] < 30
 
 
-def test_drafts_that_are_not_worth_it_end_and_begin_again():
-    rng, drafter = np.random.default_rng(0), SuffixDrafter(4)
+@BOTH
+def test_drafts_that_are_not_worth_it_end_and_begin_again(branches):
+    rng, drafter = np.random.default_rng(0), SuffixDrafter(4, branches=branches)
     drafter.begin(0, np.array([9]), np.zeros(0, np.int64))
     computed, _ = spoken(drafter, 0, rng.integers(0, 4, 400).tolist())
     late, _ = spoken(drafter, 0, rng.integers(0, 4, 400).tolist())

@@ -10,7 +10,7 @@ from tilth.runs.metrics import Metrics
 def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
     """Also where prompts of later steps were answered before, of which nothing is learned or counted."""
     more = {"off": {"speculate": "off"}, "suffix": {"speculate": "suffix"}}
-    more["ahead"] = {**more["suffix"], "run_ahead": True}
+    more |= {"tree": {"speculate": "tree"}, "ahead": {"speculate": "suffix", "run_ahead": True}}
     made = {
         how: tiny.run(
             tiny.recipe(
@@ -26,7 +26,7 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
         for how, section in more.items()
     }
     plain = tiny.numbers(made["off"])
-    for how in ("suffix", "ahead"):
+    for how in ("suffix", "tree", "ahead"):
         assert tiny.weights(made["off"]) == tiny.weights(made[how])
         drafted = tiny.numbers(made[how])
         own = [{name: record.pop(name) for name in [*record] if name.startswith("draft/")} for record in drafted]

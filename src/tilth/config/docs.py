@@ -34,7 +34,7 @@ weights is usual. Engines and all readers of the run get merged weights. `tilth 
 adapters for PEFT; `model.adapter=OUT` begins with them."""
 
 DRAFTS = """\
-Entries of `rollout.draft`, where `rollout.speculate=suffix`: [more](packages/engines.md#speculation)."""
+Entries of `rollout.draft`, where `rollout.speculate` is not off: [more](packages/engines.md#speculation)."""
 
 MIXTURE = """\
 Entries of a table of `[[data.mixture]]`. Which sample stands at a position of a run is a pure function of seed and

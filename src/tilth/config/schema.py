@@ -243,11 +243,11 @@ class RolloutConfig(RoleSection):
     kv_tokens: Count = Field(0, description="KV cache in tokens; 0: max_rows times the context")
     step_tokens: Positive = Field(8192, description="token budget of an engine step: decode first, then prefill chunks")
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
-    speculate: Literal["off", "suffix"] = Field(
+    speculate: Literal["off", "suffix", "tree"] = Field(
         "off",
         description="compute several tokens of a completion in one pass where earlier completions of the prompt, its "
-        "group or its own text suggest them; tokens stay those of plain decoding, but only with train.parity has a "
-        "resume the same bits",
+        "group or its own text suggest them (tree: also several in the place of one); tokens stay those of plain "
+        "decoding, but only with train.parity has a resume the same bits",
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
     run_ahead: bool = Field(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from tilth.engines.blocks import BlockManager
-from tilth.engines.draft import NONE, Drafter
+from tilth.engines.draft import Draft, Drafter
 from tilth.engines.lanes import Draw, LengthBucket
 from tilth.engines.request import Request, SequenceState
 
@@ -68,23 +68,18 @@ class RunAhead:
         row = lane.place([answer], lane.slab, [0], draw)[0]
         lane.columns.tokens[row, : len(prompt)] = prompt
 
-    def feed(self, lane: LengthBucket, drafts: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Return drafts, int64 [rows, longest], with what rows of run-ahead compute of their prompts; those for which
-        the pass has no place are live no more. live: bool [rows], is changed."""
-        mine, found = self.rows(lane), dict[int, np.ndarray]()
-        spare = self._positions - (int(live.sum()) - len(mine)) - int((drafts != NONE).sum())
+    def feed(self, lane: LengthBucket, drafts: list[Draft], live: np.ndarray) -> None:
+        """Write what rows of run-ahead compute of their prompts among the drafts of rows; those for which the pass has
+        no place are live no more. live: bool [rows]."""
+        mine = self.rows(lane)
+        spare = self._positions - (int(live.sum()) - len(mine)) - sum(len(draft.tokens) for draft in drafts)
         for row in mine:
             at, answer = int(lane.columns.position[row]), lane.answer(row)
             count = min(spare, max(1, len(_request(answer).prompt) - at))
             live[row] = count > 0 and self._blocks.extend(answer.table, at + count)
             if live[row]:
                 spare -= count
-                found[row] = lane.columns.tokens[row, at + 1 : at + count]
-        longest = max(map(len, found.values()), default=0)
-        wider = np.pad(drafts, ((0, 0), (0, max(0, longest - drafts.shape[1]))), constant_values=NONE)
-        for row, tokens in found.items():
-            wider[row, : len(tokens)] = tokens
-        return wider
+                drafts[row] = Draft(lane.columns.tokens[row, at + 1 : at + count].tolist(), range(count - 1))
 
     def force(self, lane: LengthBucket, chosen: np.ndarray) -> None:
         """Write tokens of prompts over what was chosen in their place. chosen: int64 [rows, width]."""

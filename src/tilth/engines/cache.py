@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilth.engines.branches import Branches
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext
@@ -110,6 +111,11 @@ class KVCache:
                 new[:keep_rows, :, :keep_tokens].copy_(old[:keep_rows, :, :keep_tokens])
             self.routing = [new]
         self.rows, self.capacity, self.layouts = rows, capacity, self.layouts + 1
+
+    def move(self, row: int, slots: np.ndarray, to: int) -> None:
+        """Copy tokens of a row from these slots to those from ``to`` on."""
+        for tensor in self.tensors:
+            tensor[row, :, to : to + len(slots)] = tensor[row, :, torch.from_numpy(slots).to(tensor.device)]
 
     def copy(self, to: Sequence[int], source: "KVCache", rows: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of ``rows`` of a cache (also this one, if disjoint) to rows ``to``."""
@@ -224,7 +230,8 @@ class CachedContext:
     start: int64 [B], position of each row's first new token. length: slots that are read, above every new position.
     parity: use shapes that agree bit for bit with ``PackedContext(parity=True)``: ``positions`` is then longer than the
     tokens, and length must be a multiple of 16. fused: for compiled code of width 1. padded: as ``Engine`` says.
-    picked: int64 [T], those of the B * width tokens that there are, in order, if rows have fewer; None: all.
+    picked: int64 [T], those of the B * width tokens that there are, in order, if rows have fewer; None: all. branches:
+    order of the tokens of each row; None: each follows the one before it.
     """
 
     dropout = None
@@ -240,12 +247,14 @@ class CachedContext:
         padded: bool = True,
         experts: ExpertContext | None = None,
         picked: Tensor | None = None,
+        branches: Branches | None = None,
     ) -> None:
         self.experts = experts or (ExpertContext(parity=True) if parity else None)
         self._slab, self._rows, self._width, self._length = slab, start.shape[0], width, length
         self._parity, self._fused, self._picked = parity, fused, picked
+        self._start, self._branches = start, branches
         self._place = start[:, None] + torch.arange(width, device=start.device)
-        places = self._pick(self._place.flatten())
+        places = self._pick((self._place if branches is None else start[:, None] + branches.depth).flatten())
         self._tokens = len(places)
         multiple = TAIL if parity else ROWS if padded and (width == 1 or picked is not None) else 1
         self.spare = -self._tokens % multiple
@@ -287,6 +296,8 @@ class CachedContext:
         seen_keys, seen_values = keys[:rows, :, : self._length], values[:rows, :, : self._length]
         queries = self._spread(q).view(rows, width, kv_heads, -1, k.shape[2]).permute(0, 2, 3, 1, 4)
         out = self._mix(queries, seen_keys, seen_values, self._mask(window, q.dtype), sinks)
+        if self._branches is not None and self._parity:
+            self._branches.in_place(out, queries, seen_keys, seen_values, self._start, window, sinks)
         out = self._pick(out.permute(0, 3, 1, 2, 4).reshape(rows * width, q.shape[1], -1))
         return F.pad(out, (0, 0, 0, 0, 0, self.spare)) if self.spare else out
 
@@ -302,6 +313,8 @@ class CachedContext:
         if window not in self._masks:
             at, key = self._place[:, :, None], torch.arange(self._length, device=self._place.device)
             hidden = key > at if window is None else (key > at) | (key <= at - window)
+            if self._branches is not None:
+                hidden = self._branches.hidden(self._start, self._length, window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]

@@ -7,7 +7,7 @@ mode passes of all shapes have the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,14 @@ class DraftError(TilthError):
     """A draft was asked for, or judged, in a way that would change completions: a bug in Tilth or in a drafter."""
 
 
+class Draft(NamedTuple):
+    """Guessed tokens of a row: each follows another one, which comes before it, or the newest token of the row."""
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    """What each follows: i + 1 for token i, 0 for the newest of the row."""
+
+
 class Drafter(Protocol):
     """Guesses the next tokens of completions in flight, which are named by their requests.
 
@@ -44,9 +52,9 @@ class Drafter(Protocol):
         prompt and completion: int64 [n].
         """
 
-    def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[list[int]]:
-        """Return a draft of each row, a chain of at most ``budget`` tokens of which each has at least this chance to be
-        said. A row without a guess has an empty draft. Raises DraftError if a row's last draft has no verdict yet."""
+    def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[Draft]:
+        """Return a draft of each row, at most ``budget`` tokens of which each has at least this chance to be said.
+        A row without a guess has an empty draft. Raises DraftError if a row's last draft has no verdict yet."""
 
     def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
         """Take the verdicts: tokens that rows have said, int64 [at least 1] each, those of the draft that stand and one
@@ -73,33 +81,75 @@ def free_positions(device: torch.device, dtype: torch.dtype) -> int:
     return FREE.get((device.type, dtype), FREE_ELSEWHERE)
 
 
-def padded(drafts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return drafts as one array, int64 [rows, longest], NONE behind each."""
-    found = np.full((len(drafts), max(map(len, drafts), default=0)), NONE, np.int64)
-    for row, draft in enumerate(drafts):
-        found[row, : len(draft)] = draft
-    return found
+class Drafts(NamedTuple):
+    """Drafts of the rows of a pass, as arrays."""
+
+    tokens: np.ndarray
+    """int64 [rows, longest], NONE behind each."""
+    parents: np.ndarray
+    """int64 [rows, longest], places in the pass that they follow; behind a draft, the place before."""
+
+    @classmethod
+    def of(cls, drafts: Sequence[Draft]) -> "Drafts":
+        longest = max((len(draft.tokens) for draft in drafts), default=0)
+        found = cls(np.full((len(drafts), longest), NONE, np.int64), np.tile(np.arange(longest), (len(drafts), 1)))
+        for row, draft in enumerate(drafts):
+            found.tokens[row, : len(draft.tokens)] = draft.tokens
+            found.parents[row, : len(draft.parents)] = draft.parents
+        return found
+
+    def depths(self) -> np.ndarray:
+        """Return the tokens before each place of the pass, behind the row's newest: int64 [rows, 1 + longest]."""
+        found, each = np.zeros((len(self.tokens), 1 + self.tokens.shape[1]), np.int64), np.arange(len(self.tokens))
+        for place in range(1, found.shape[1]):
+            found[:, place] = found[each, self.parents[:, place - 1]] + 1
+        return found
 
 
-def said_counts(chosen: np.ndarray, drafts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return the number of tokens that each row says in a pass, int64 [rows].
+class Said(NamedTuple):
+    """What rows say in a pass. path: int64 [rows, 1 + longest], the places that chose their tokens, one behind the
+    other; counts: int64 [rows], their number."""
 
-    chosen: int64 [rows, 1 + longest draft], the token chosen at each position, HOLE where none was computed; drafts:
-    int64 [rows, longest], NONE behind a draft; stops: int64 [rows, n], at which a row ends.
+    path: np.ndarray
+    counts: np.ndarray
+
+    def along(self, values: np.ndarray) -> np.ndarray:
+        """Return the values of places, [rows, 1 + longest], in the order of the path."""
+        if self.path.shape[1] == 1:
+            return values
+        return np.take_along_axis(values, self.path, 1)
+
+
+def said_by(chosen: np.ndarray, drafts: Drafts, stops: np.ndarray) -> Said:
+    """Return what rows say in a pass: the token that was chosen behind the newest one, then, as long as a draft has it
+    there, the one that was chosen behind that.
+
+    chosen: int64 [rows, 1 + longest], the token chosen at each place, HOLE where none was computed; stops: int64
+    [rows, n], at which a row ends.
     """
-    stand = 1 + (chosen[:, :-1] == drafts).cumprod(1).sum(1)
-    ends = (chosen[:, :, None] == stops[:, None, :]).any(2)
-    return np.where(ends.any(1), np.minimum(stand, ends.argmax(1) + 1), stand)
+    path, counts, each = np.zeros(chosen.shape, np.int64), np.ones(len(chosen), np.int64), np.arange(len(chosen))
+    going = np.ones(len(chosen), bool)
+    for at in range(1, chosen.shape[1]):
+        here = path[:, at - 1]
+        token = chosen[each, here][:, None]
+        child = (drafts.parents == here[:, None]) & (drafts.tokens == token)
+        going &= child.any(1) & ~(stops == token).any(1)
+        path[:, at] = np.where(going, child.argmax(1) + 1, 0)
+        counts += going
+    return Said(path, counts)
 
 
-def check_said(chosen: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> None:
-    """Raise DraftError if a row said a token that was computed behind another token than its own."""
-    behind = np.arange(drafts.shape[1]) < counts[:, None] - 1
-    if (wrong := behind & (chosen[:, :-1] != drafts)).any():
+def check_said(chosen: np.ndarray, drafts: Drafts, said: Said) -> None:
+    """Raise DraftError if a row says a token that was computed behind another token than its own."""
+    given, before = (np.pad(some, ((0, 0), (1, 0))) for some in drafts)
+    own = (said.along(given)[:, 1:] == said.along(chosen)[:, :-1]) & (said.along(before)[:, 1:] == said.path[:, :-1])
+    behind = np.arange(drafts.tokens.shape[1]) < said.counts[:, None] - 1
+    if (wrong := behind & ~own).any():
         row, place = np.argwhere(wrong)[0].tolist()
         raise DraftError(
-            f"row {row} says {counts[row]} tokens of a pass, but was computed with {drafts[row, place]} where it chose "
-            f"{chosen[row, place]}; only guesses that were chosen may stand",
+            f"row {row} says {said.counts[row]} tokens of a pass, but was computed with "
+            f"{said.along(given)[row, place + 1]} where it chose {said.along(chosen)[row, place]}; only guesses that "
+            "were chosen may stand",
             key="draft.verdict",
         )
 
@@ -120,23 +170,22 @@ class Speculation:
         """Take a request out of flight."""
         self._drafter.forget(id)
 
-    def drafts(self, lane: LengthBucket, rows: int, most: int) -> np.ndarray:
-        """Return drafts of the first ``rows`` rows, int64 [rows, longest <= most], NONE behind each; their blocks are
-        taken."""
-        found: list[list[int]] = [[] for _ in range(rows)]
+    def drafts(self, lane: LengthBucket, rows: int, most: int) -> list[Draft]:
+        """Return drafts of the first ``rows`` rows, of ``most`` tokens at most; their blocks are taken."""
+        found = [Draft()] * rows
         own = self._drafted(lane)
         if not own:
-            return padded(found)
+            return found
         others = sum(lane.answer(row).ahead is None for row in lane.rows.tolist())
         c = lane.columns
         room = np.minimum(c.end, lane.limit)[own] - c.position[own] - 2  # a token behind the draft has its place too
         budget = room.clip(0, max(0, min(self._tokens, most, self._most // others - 1)))
         ids = [lane.answer(row).request.id for row in own]
         for row, draft in zip(own, self._drafter.propose(ids, budget.tolist(), self._least(others))):
-            until = int(c.position[row]) + 1 + len(draft)
-            if draft and self._blocks.extend(lane.answer(row).table, until):  # a draft preempts nobody
+            until = int(c.position[row]) + 1 + len(draft.tokens)
+            if draft.tokens and self._blocks.extend(lane.answer(row).table, until):  # a draft preempts nobody
                 found[row] = draft
-        return padded(found)
+        return found
 
     def _drafted(self, lane: LengthBucket) -> list[int]:
         return [row for row in lane.rows.tolist() if lane.answer(row).drafted]

@@ -16,8 +16,9 @@ from tilth.core.trajectory import Finish, Trajectory
 from tilth.engines.adapters import AdapterBank, salt_of
 from tilth.engines.ahead import RunAhead
 from tilth.engines.blocks import BlockManager
+from tilth.engines.branches import Branches
 from tilth.engines.cache import KeptTail, KVCache, PrefixStore
-from tilth.engines.draft import HOLE, NONE, Speculation, check_said, free_positions, price, said_counts
+from tilth.engines.draft import HOLE, NONE, Draft, Drafts, Speculation, check_said, free_positions, price, said_by
 from tilth.engines.grammar import Grammars
 from tilth.engines.lanes import LengthBucket, logit_changes
 from tilth.engines.lockstep import LockStep, check_divided, part_of
@@ -84,7 +85,7 @@ class Engine(GenerationEngine):
         self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
-        self._draft = options.draft
+        self._draft, self._branches = options.draft, options.branches
         self._parity, self._routing = parity, options.routing and bool(config.num_experts)
         if options.compile and config.num_experts:
             message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
@@ -113,7 +114,7 @@ class Engine(GenerationEngine):
     def _speculate(self, draft: DraftConfig) -> None:
         most = max(self._max_rows, min(self.step_tokens, CHOICE_ELEMENTS // self.config.vocab_size))
         least = partial(price, device=self.device, dtype=self.dtype)
-        drafter = SuffixDrafter(draft.depth)
+        drafter = SuffixDrafter(draft.depth, branches=self._branches)
         self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least)
         free = free_positions(self.device, self.dtype)
         self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens)
@@ -335,22 +336,24 @@ class Engine(GenerationEngine):
 
     def _decode_lane(self, lane: LengthBucket, rows: int, most: int, done: list[Trajectory]) -> int:
         c, live = lane.columns, lane.columns.live[:rows].copy()
-        own, drafts = live.copy(), np.zeros((rows, 0), np.int64)
+        own, drafts = live.copy(), Drafts.of([Draft()] * rows)
         if self._speculation is not None and self._ahead is not None:
-            drafts = self._speculation.drafts(lane, rows, most)
+            some = self._speculation.drafts(lane, rows, most)
             own[self._ahead.rows(lane)] = False
             self._stats.undrafted_rows += sum(not lane.answer(row).drafted for row in np.flatnonzero(own).tolist())
-            drafts = self._ahead.feed(lane, drafts, live)
-        given = np.concatenate([c.tokens[np.arange(rows), c.position[:rows]][:, None], drafts], 1)
-        there = (given != NONE) & (live[:, None] if drafts.size else True)
+            self._ahead.feed(lane, some, live)
+            drafts = Drafts.of(some)
+        given = np.concatenate([c.tokens[np.arange(rows), c.position[:rows]][:, None], drafts.tokens], 1)
+        there = (given != NONE) & (live[:, None] if drafts.tokens.size else True)
         row, place = np.nonzero(there)
-        seen = (c.position[row] + place)[live[row]]
+        at = c.position[row] + drafts.depths()[row, place]
+        seen = at[live[row]]
         with span("decode", tokens=len(seen), squares=int(2 * seen.sum()) + len(seen)) as decoding:
             rules = lane.rules(rows, self.device)
-            rules = rules.at(self._tensor(row)) if drafts.size else rules
-            logp, mass = self._decode_pass(lane, given, there, rules)
+            rules = rules.at(self._tensor(row)) if drafts.tokens.size else rules
+            logp, mass = self._decode_pass(lane, given, there, rules, Branches.of(drafts.parents, there, self.device))
         with span("sample", tokens=len(seen)) as sampling:
-            uniform = self._tensor(c.uniform[row, c.position[row] + 1 + place])
+            uniform = self._tensor(c.uniform[row, at + 1])
             answers = [lane.answers[r] if p == 0 else None for r, p in zip(row.tolist(), place.tolist())]
             change = logit_changes(answers, logp.shape[1], self.device)
             tokens, logprobs, filtered = choose_from(logp, mass, uniform, rules, change).on_host()
@@ -359,31 +362,34 @@ class Engine(GenerationEngine):
             chosen = _spread(tokens, there, HOLE)
             if self._ahead is not None:
                 self._ahead.force(lane, chosen)
-            counts = said_counts(chosen, drafts, c.stops[:rows]) * live
+            said = said_by(chosen, drafts, c.stops[:rows])
+            counts, tokens = said.counts * live, said.along(chosen)
             matched = set()
             for r in lane.watched:
-                if (count := lane.watch(r, chosen[r, : counts[r]].tolist())) is not None:
+                if (count := lane.watch(r, tokens[r, : counts[r]].tolist())) is not None:
                     matched.add(r)
                     counts[r] = count
-            check_said(chosen, drafts, counts)
-            sampled = None if filtered is None else _spread(filtered, there, 0)
-            ended = lane.advance(chosen, _spread(logprobs, there, 0), sampled, counts)
-            lane.note(logp, np.searchsorted(row, np.arange(rows)), counts)
+            check_said(chosen, drafts, said._replace(counts=counts))
+            sampled = None if filtered is None else said.along(_spread(filtered, there, 0))
+            lane.keep(said.path, counts)
+            ended = lane.advance(tokens, said.along(_spread(logprobs, there, 0)), sampled, counts)
+            if lane.noted:
+                lane.note(logp, said.along(_spread(np.arange(len(row)), there, 0)), counts)
             if self._speculation is not None:
-                self._speculation.accept(lane, chosen, counts)
-        said, computed = int(counts[own].sum()), int((there & own[:, None]).sum())
-        self._stats.drafted(computed - int(own.sum()), said - int(own.sum()))
-        self._stats.decoded(len(row), said, decoding.seconds, sampling.seconds)
+                self._speculation.accept(lane, tokens, counts)
+        drawn, computed = int(counts[own].sum()), int((there & own[:, None]).sum())
+        self._stats.drafted(computed - int(own.sum()), drawn - int(own.sum()))
+        self._stats.decoded(len(row), drawn, decoding.seconds, sampling.seconds)
         if self._ahead is not None:
             self._stats.ahead_tokens += self._ahead.settle(lane, counts, ended)
         self._end_rows(lane, {*ended[own[ended]].tolist(), *matched}, matched, done)
         return len(seen)
 
     def _decode_pass(
-        self, lane: LengthBucket, given: np.ndarray, there: np.ndarray, rules: Rules
+        self, lane: LengthBucket, given: np.ndarray, there: np.ndarray, rules: Rules, branches: Branches | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs float32 [T, V] after the tokens of rows that are ``there``, bool [rows, width], and their
-        ``group_mass`` if the pass computes it. given: int64 [rows, width]."""
+        ``group_mass`` if the pass computes it. given: int64 [rows, width]; branches: their order."""
         (rows, width), adapters = given.shape, lane.adapters(len(given))
         start = self._tensor(lane.columns.position[:rows])
         if width == 1:
@@ -396,7 +402,8 @@ class Engine(GenerationEngine):
         temperature = None if rules.unit else rules.temperature
         with self._adapters.serving([adapters[row] for row in np.nonzero(there)[0].tolist()], 1):
             ids = self._tensor(np.where(there, given, 0))
-            return self._runner.verify(lane.slab, ids, start, lane.slots(until), picked, temperature), None
+            logp = self._runner.verify(lane.slab, ids, start, lane.slots(until), picked, temperature, branches)
+        return logp, None
 
     def _end_rows(self, lane: LengthBucket, rows: Set[int], matched: Set[int], done: list[Trajectory]) -> None:
         """Remove finished rows. matched: those that end by their text."""

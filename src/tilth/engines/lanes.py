@@ -210,12 +210,20 @@ class LengthBucket:
         """Return the adapters of the first ``rows`` rows."""
         return [answer.adapter if answer is not None else None for answer in self.answers[:rows]]
 
-    def note(self, logp: Tensor, first: np.ndarray, counts: np.ndarray) -> None:
-        """Keep the alternatives of the newest tokens of rows that ask for them. logp: float32 [T, V]; first: the index
-        of a row's first one in it; counts: their number."""
+    def note(self, logp: Tensor, at: np.ndarray, counts: np.ndarray) -> None:
+        """Keep the alternatives of the newest tokens of rows that ask for them. logp: float32 [T, V]; at: [rows,
+        width], the indices in it of a row's first ``counts``."""
         for row in self.noted:
-            for at in range(first[row], first[row] + counts[row]):
-                self.answer(row).note(logp[at])
+            for index in at[row, : counts[row]].tolist():
+                self.answer(row).note(logp[index])
+
+    def keep(self, path: np.ndarray, counts: np.ndarray) -> None:
+        """Move the KV of what rows have computed to where it is read, before they advance. path: int64 [rows, width],
+        the slots of their first ``counts`` tokens, from that of the newest one on."""
+        place = np.arange(path.shape[1])
+        for row in np.flatnonzero(((path != place) & (place < counts[:, None])).any(1)).tolist():
+            start = int(self.columns.position[row])
+            self.slab.move(row, start + path[row, : counts[row]], start)
 
     def watch(self, row: int, tokens: Sequence[int]) -> int | None:
         """Return the number of new tokens of a live row with which its text contains one of its stop strings, or its

@@ -47,6 +47,8 @@ class EngineOptions:
     along "tp", where each holds the KV of its own heads. All get the same calls and return the same trajectories."""
     draft: DraftConfig | None = None
     """Speculate by suffixes (native engine); None: a pass computes one token of a row."""
+    branches: bool = False
+    """Drafts are trees: several continuations of a token may be computed in a pass."""
     lora: LoraConfig | None = None
     """Adapters among the weights (``GenerationEngine.syncs_adapters``)."""
     python: str = ""

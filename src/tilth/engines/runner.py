@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tilth.engines.branches import Branches
 from tilth.engines.cache import CachedContext, KVCache, KVCacheView
 from tilth.engines.sampling import group_mass, log_softmax
 from tilth.models.decoder import Decoder
@@ -47,16 +48,18 @@ class Runner:
         start: Tensor,
         length: int,
         picked: Tensor | None = None,
+        branches: Branches | None = None,
     ) -> Tensor:
         """Return hidden [B * C, hidden] of new tokens, ids int64 [B, C], in the first B rows, from positions start [B].
 
         length: slots of the cache to read. A row with fewer than C tokens is padded at its end. picked: int64 [T], the
-        tokens of the B * C that are computed; the result is then [T, hidden].
+        tokens of the B * C that are computed; the result is then [T, hidden]. branches: see ``CachedContext``.
         """
         records = isinstance(slab, KVCache) and bool(slab.routing)
         experts = ExpertContext(parity=self._parity, record=True) if records else None
         sizes = (given.ids.shape[1], length, self._parity)
-        ctx = CachedContext(slab, start, *sizes, padded=self._padded, experts=experts, picked=picked)
+        more: dict[str, Any] = {"experts": experts, "picked": picked, "branches": branches}
+        ctx = CachedContext(slab, start, *sizes, padded=self._padded, **more)
         ids = given.ids.flatten()
         hidden: Tensor = self.model(given._replace(ids=ids if picked is None else ids[picked]), ctx)
         if records:
@@ -91,11 +94,18 @@ class Runner:
         return log_softmax(logits, None if unit else temperature), None
 
     def verify(
-        self, slab: KVCache, ids: Tensor, start: Tensor, length: int, picked: Tensor, temperature: Tensor | None
+        self,
+        slab: KVCache,
+        ids: Tensor,
+        start: Tensor,
+        length: int,
+        picked: Tensor,
+        temperature: Tensor | None,
+        branches: Branches | None = None,
     ) -> Tensor:
         """Return log-probs float32 [T, V] after the tokens at flat indices ``picked`` [T] of ids int64 [B, C], from
-        positions start [B]. temperature: float32 [T]; None: all are 1."""
-        hidden = self.forward_rows(slab, ModelInput(ids), start, length, picked)
+        positions start [B]. temperature: float32 [T]; None: all are 1. branches: see ``CachedContext``."""
+        hidden = self.forward_rows(slab, ModelInput(ids), start, length, picked, branches)
         return log_softmax(self.model.logits(hidden), temperature)
 
     def warm_up(self, slab: KVCache) -> None:

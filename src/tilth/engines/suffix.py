@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from heapq import heappop, heappush
+from itertools import count
 
 import numpy as np
 
-from tilth.engines.draft import DraftError
+from tilth.engines.draft import Draft, DraftError
 
 HISTORY = 1 << 24
 """Most tokens of completions at rest, over all prompts; the oldest completions go first."""
@@ -74,18 +76,25 @@ class SuffixTree:
         known = self._behind.get(run, {})
         return known if isinstance(known, dict) else {known: 1}
 
+    def guesses(self, context: bytes) -> list[Guess]:
+        """Return what followed the longest run of newest tokens of a text that is known, the most frequent first; of
+        equal ones the first that came."""
+        for length in self.lengths:
+            if length * _WIDTH <= len(context) and (counts := self.counts(context[-length * _WIDTH :])):
+                total = sum(counts.values())
+                order = sorted(counts, key=counts.__getitem__, reverse=True)
+                return [Guess(token, length, counts[token], total) for token in order]
+        return []
+
+    def longer(self, context: bytes, token: int) -> bytes:
+        """Return a text with one token more, as far as it is looked at."""
+        return context[-self.lengths[0] * _WIDTH :] + token.to_bytes(_WIDTH, "little")
+
     def follow(self, context: bytes) -> Iterator[Guess]:
         """Yield continuations of a text, each of the text with those before it, until nothing is known."""
-        while True:
-            for length in self.lengths:
-                if length * _WIDTH <= len(context) and context[-length * _WIDTH :] in self._behind:
-                    break
-            else:
-                return
-            counts = self.counts(context[-length * _WIDTH :])
-            token = max(counts, key=counts.__getitem__)  # of equal ones the first that came
-            yield Guess(token, length, counts[token], sum(counts.values()))
-            context = context[-self.lengths[0] * _WIDTH :] + token.to_bytes(_WIDTH, "little")
+        while found := self.guesses(context):
+            yield found[0]
+            context = self.longer(context, found[0].token)
 
 
 @dataclass(slots=True)
@@ -103,6 +112,16 @@ class _Tally:
 
 
 @dataclass(slots=True)
+class _Guessed:
+    """A guess that is compared with what the target says, and those behind it. drafted: it is in the draft."""
+
+    token: int
+    tally: _Tally
+    children: "list[_Guessed]" = field(default_factory=list)
+    drafted: bool = False
+
+
+@dataclass(slots=True)
 class _Row:
     """A completion in flight, behind the last tokens of its prompt."""
 
@@ -114,25 +133,40 @@ class _Row:
     """Tokens of the text that are in the tree, or need not be."""
     fortune: _Tally = field(default_factory=lambda: _Tally(4.0, 4.0))
     """Hits of its drafts, against the number that was expected."""
-    drafted: list[tuple[int, _Tally]] | None = None
-    """Draft without a verdict, each token with the tally of its like; None: there is none."""
+    drafted: list[_Guessed] | None = None
+    """First guesses of a draft without a verdict; None: there is none."""
     pause: int = 0
     left: int = 0
     """Tokens that it says before it looks at its tree again, of ``pause``."""
+
+
+def _in_order(first: Sequence[_Guessed]) -> Draft:
+    """Return the draft of guesses, each followed by the likeliest one behind it, whose place is then its slot."""
+    tokens, parents = list[int](), list[int]()
+    left = [(one, 0) for one in reversed(first)]
+    while left:
+        one, parent = left.pop()
+        if one.drafted:
+            tokens.append(one.token)
+            parents.append(parent)
+            left += [(child, len(tokens)) for child in reversed(one.children)]
+    return Draft(tokens, parents)
 
 
 class SuffixDrafter:
     """A ``Drafter`` by trees of suffixes.
 
     Each continuation has a chance: the measured share of hits among continuations of its kind (length of the run, share
-    of the token behind it), over all rows; times how the row's own drafts fared against that, lately. The first token
+    of the token behind it, the most frequent one or another), over all rows; times how the row's own drafts fared
+    against that, lately, times the chance of what it follows. The first token
     of a draft is compared with what the target says even if no pass verifies it, so the shares stay measured where
     drafts do not pay.
     """
 
-    def __init__(self, depth: int, history: int = HISTORY, kept: int = KEPT) -> None:
-        """depth: longest run that is looked up, in tokens; history and kept: see HISTORY and KEPT."""
-        self.depth, self._most, self._kept = depth, history, kept
+    def __init__(self, depth: int, history: int = HISTORY, kept: int = KEPT, *, branches: bool = False) -> None:
+        """depth: longest run that is looked up, in tokens; history and kept: see HISTORY and KEPT; branches: several
+        continuations of a run may be in a draft."""
+        self.depth, self._most, self._kept, self._branches = depth, history, kept, branches
         self._rows: dict[int, _Row] = {}
         self._trees: dict[bytes, SuffixTree] = {}
         """Of prompts with rows in flight."""
@@ -142,7 +176,7 @@ class SuffixDrafter:
         """Prompts of all texts at rest, the oldest first."""
         self.tokens = 0
         """Tokens of texts at rest."""
-        self._tallies: dict[tuple[int, int], _Tally] = {}
+        self._tallies: dict[tuple[int, int, bool], _Tally] = {}
 
     def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
         """Take a row into flight, or what a row in flight has said without a draft. See ``Drafter``."""
@@ -179,10 +213,10 @@ class SuffixDrafter:
                 row.counted = row.start
         return tree
 
-    def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[list[int]]:
+    def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[Draft]:
         return [self._propose(self._rows[row], most, least) for row, most in zip(rows, budget, strict=True)]
 
-    def _propose(self, row: _Row, most: int, least: float) -> list[int]:
+    def _propose(self, row: _Row, most: int, least: float) -> Draft:
         if row.drafted is not None:
             raise DraftError(
                 "a row's last draft has no verdict yet; accept() comes between two drafts", key="draft.open"
@@ -190,19 +224,34 @@ class SuffixDrafter:
         row.drafted = []
         if row.left:
             row.left -= 1
-            return []
-        tree, chance, tokens = self._count(row), 1.0, list[int]()
-        luck = row.fortune.hits / row.fortune.tries
-        for found in tree.follow(bytes(row.text[-self.depth * _WIDTH :])):
-            tally = self._tally(found)
-            row.drafted.append((found.token, tally))
-            chance *= min(1.0, luck * tally.hits / tally.tries)
-            if chance < least or len(tokens) == most:
-                break
-            tokens.append(found.token)
-        row.pause = 0 if tokens else min(2 * row.pause + 1, PAUSE)
+            return Draft()
+        self._grow(row, row.drafted, most, least)
+        draft = _in_order(row.drafted)
+        row.pause = 0 if draft.tokens else min(2 * row.pause + 1, PAUSE)
         row.left = row.pause
-        return tokens
+        return draft
+
+    def _grow(self, row: _Row, first: list[_Guessed], most: int, least: float) -> None:
+        """Write guesses, the likeliest first, of equal ones what was found first, until there are ``most``, or one has
+        a smaller chance than ``least``; that one is compared alone."""
+        tree, luck, number = self._count(row), row.fortune.hits / row.fortune.tries, count()
+        open_: list[tuple[float, int, _Guessed, list[_Guessed], bytes]] = []
+
+        def guess(siblings: list[_Guessed], context: bytes, chance: float) -> None:
+            for rank, found in enumerate(tree.guesses(context)[: None if self._branches else 1]):
+                tally = self._tally(found, rank)
+                own = chance * min(1.0, luck * tally.hits / tally.tries)
+                if not rank or own >= least:
+                    heappush(open_, (-own, next(number), _Guessed(found.token, tally), siblings, context))
+
+        guess(first, bytes(row.text[-self.depth * _WIDTH :]), 1.0)
+        while open_:
+            chance, _, one, siblings, context = heappop(open_)
+            siblings.append(one)
+            if not most or -chance < least:
+                return
+            most, one.drafted = most - 1, True
+            guess(one.children, tree.longer(context, one.token), -chance)
 
     def _count(self, row: _Row) -> SuffixTree:
         """Return the tree of a row, with all that the row has said."""
@@ -212,8 +261,8 @@ class SuffixDrafter:
             row.counted = len(row.text) // _WIDTH
         return tree
 
-    def _tally(self, found: Guess) -> _Tally:
-        kind = found.length, 4 * found.count // found.total + (1 < found.count == found.total)
+    def _tally(self, found: Guess, rank: int) -> _Tally:
+        kind = found.length, 4 * found.count // found.total + (1 < found.count == found.total), rank > 0
         if kind not in self._tallies:
             self._tallies[kind] = _Tally(found.count / found.total)
         return self._tallies[kind]
@@ -221,13 +270,16 @@ class SuffixDrafter:
     def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
         for number, tokens in zip(rows, said, strict=True):
             row = self._rows[number]
-            for (token, tally), right in zip(row.drafted or (), tokens.tolist()):
-                hit = token == right
-                row.fortune.hits += hit
-                row.fortune.tries += tally.hits / tally.tries
-                tally.note(hit)
-                if not hit:
-                    break
+            level = row.drafted or []
+            for right in tokens.tolist():
+                children = list[_Guessed]()
+                for one in level:
+                    hit = one.token == right
+                    row.fortune.hits += hit
+                    row.fortune.tries += one.tally.hits / one.tally.tries
+                    one.tally.note(hit)
+                    children = one.children if hit else children
+                level = children
             if row.fortune.tries > 32:
                 row.fortune = _Tally(row.fortune.hits / 2, row.fortune.tries / 2)
             row.drafted = None

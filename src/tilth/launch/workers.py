@@ -140,7 +140,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     if r.adapters == "adapter":
         more["lora"] = recipe.policy.lora
     if r.speculate != "off":
-        more["draft"] = r.draft
+        more |= {"draft": r.draft, "branches": r.speculate == "tree"}
     engine = _engine(context, recipe, config, tokenizer, **more)
     goes_on = "staleness" if r.staleness else "partial" if r.partial and not r.environment else ""
     if goes_on and not hasattr(engine, "resume"):
