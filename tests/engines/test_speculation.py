@@ -333,7 +333,10 @@ def table(rows, other):
 
 def test_what_stands_of_a_draft():
     chosen = table([case[0] for case in CASES], HOLE)
-    drafts, stops = Drafts.of([case[1] for case in CASES]), table([[*case[2], -1] for case in CASES], -1)
+    drafts, stops = (
+        Drafts.of(len(CASES), dict(enumerate(case[1] for case in CASES))),
+        table([[*case[2], -1] for case in CASES], -1),
+    )
     found = said_by(chosen, drafts, stops)
     assert found.counts.tolist() == [case[3] for case in CASES]
     walked = said([case[0] for case in CASES], [case[1] for case in CASES], [case[2] for case in CASES])

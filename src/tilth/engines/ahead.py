@@ -29,7 +29,7 @@ class RunAhead:
         self._drafter, self._blocks, self._rows, self._tokens = drafter, blocks, rows, tokens
         self._positions = free // SHARE
         self._next = deque[Request]()
-        self._count = 0
+        self._count = self._flying = 0
 
     def expect(self, requests: Iterable[Request]) -> None:
         """Take what is likely to come next, in place of what was expected before."""
@@ -37,6 +37,8 @@ class RunAhead:
 
     def rows(self, lane: LengthBucket) -> list[int]:
         """Return the rows of run-ahead in a lane."""
+        if not self._flying:
+            return []
         return [row for row in lane.rows.tolist() if lane.answer(row).ahead is not None]
 
     def tend(self, lanes: Collection[LengthBucket], waits: bool, draw: Draw) -> None:
@@ -59,7 +61,7 @@ class RunAhead:
 
     def _begin(self, request: Request, lane: LengthBucket, draw: Draw) -> None:
         """Place a row at the first token of its prompt, which is in its columns with all others."""
-        self._count += 1
+        self._count, self._flying = self._count + 1, self._flying + 1
         prompt = np.asarray(request.prompt, np.int64)
         more = len(prompt) - 1 + request.params.max_tokens
         params = replace(request.params, max_tokens=more, stop_tokens=(), stop=())
@@ -68,11 +70,11 @@ class RunAhead:
         row = lane.place([answer], lane.slab, [0], draw)[0]
         lane.columns.tokens[row, : len(prompt)] = prompt
 
-    def feed(self, lane: LengthBucket, drafts: list[Draft], live: np.ndarray) -> None:
+    def feed(self, lane: LengthBucket, drafts: dict[int, Draft], live: np.ndarray) -> None:
         """Write what rows of run-ahead compute of their prompts among the drafts of rows; those for which the pass has
         no place are live no more. live: bool [rows]."""
         mine = self.rows(lane)
-        spare = self._positions - (int(live.sum()) - len(mine)) - sum(len(draft.tokens) for draft in drafts)
+        spare = self._positions - (int(live.sum()) - len(mine)) - sum(len(draft.tokens) for draft in drafts.values())
         for row in mine:
             at, answer = int(lane.columns.position[row]), lane.answer(row)
             count = min(spare, max(1, len(_request(answer).prompt) - at))
@@ -106,6 +108,7 @@ class RunAhead:
         """Remove rows of run-ahead; the drafter gets what they have said."""
         for row in rows:
             answer = lane.take(row)
+            self._flying -= 1
             self._blocks.close(answer.table)
             prompt = np.asarray(_request(answer).prompt, np.int64)
             if len(said := answer.tokens[len(prompt) :]):

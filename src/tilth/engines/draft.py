@@ -6,7 +6,7 @@ has the tokens of plain decoding, whatever was guessed, up to ties within roundi
 mode passes of all shapes have the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -90,10 +90,11 @@ class Drafts(NamedTuple):
     """int64 [rows, longest], places in the pass that they follow; behind a draft, the place before."""
 
     @classmethod
-    def of(cls, drafts: Sequence[Draft]) -> "Drafts":
-        longest = max((len(draft.tokens) for draft in drafts), default=0)
-        found = cls(np.full((len(drafts), longest), NONE, np.int64), np.tile(np.arange(longest), (len(drafts), 1)))
-        for row, draft in enumerate(drafts):
+    def of(cls, rows: int, drafts: Mapping[int, Draft]) -> "Drafts":
+        """Return the drafts of ``rows`` rows, of which these have one."""
+        longest = max((len(draft.tokens) for draft in drafts.values()), default=0)
+        found = cls(np.full((rows, longest), NONE, np.int64), np.tile(np.arange(longest), (rows, 1)))
+        for row, draft in drafts.items():
             found.tokens[row, : len(draft.tokens)] = draft.tokens
             found.parents[row, : len(draft.parents)] = draft.parents
         return found
@@ -170,9 +171,9 @@ class Speculation:
         """Take a request out of flight."""
         self._drafter.forget(id)
 
-    def drafts(self, lane: LengthBucket, rows: int, most: int) -> list[Draft]:
-        """Return drafts of the first ``rows`` rows, of ``most`` tokens at most; their blocks are taken."""
-        found = [Draft()] * rows
+    def drafts(self, lane: LengthBucket, most: int) -> dict[int, Draft]:
+        """Return the drafts of rows that have one, of ``most`` tokens at most; their blocks are taken."""
+        found: dict[int, Draft] = {}
         own = self._drafted(lane)
         if not own:
             return found

@@ -336,13 +336,13 @@ class Engine(GenerationEngine):
 
     def _decode_lane(self, lane: LengthBucket, rows: int, most: int, done: list[Trajectory]) -> int:
         c, live = lane.columns, lane.columns.live[:rows].copy()
-        own, drafts = live.copy(), Drafts.of([Draft()] * rows)
+        own, some = live.copy(), dict[int, Draft]()
         if self._speculation is not None and self._ahead is not None:
-            some = self._speculation.drafts(lane, rows, most)
+            some = self._speculation.drafts(lane, most)
             own[self._ahead.rows(lane)] = False
             self._stats.undrafted_rows += sum(not lane.answer(row).drafted for row in np.flatnonzero(own).tolist())
             self._ahead.feed(lane, some, live)
-            drafts = Drafts.of(some)
+        drafts = Drafts.of(rows, some)
         given = np.concatenate([c.tokens[np.arange(rows), c.position[:rows]][:, None], drafts.tokens], 1)
         there = (given != NONE) & (live[:, None] if drafts.tokens.size else True)
         row, place = np.nonzero(there)
