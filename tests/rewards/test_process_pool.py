@@ -400,6 +400,8 @@ def test_closing(pool):
     assert all(map(gone, seen))
     with raises(RewardError, "closed"):
         own.score(items("ok"))
+    with raises(RewardError, "closed"):
+        own.ready()
     assert not any(map(gone, pids(pool)))
 
 
@@ -472,6 +474,14 @@ def test_a_start_that_takes_too_long(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(30)\n")
     with raises(RewardError, "reward.start.timeout"):
         RewardPool(f"{tmp_path}/slow.py:f")
+
+
+def test_a_process_that_waits_long_for_its_function_is_not_late():
+    """As where a model is loaded between the start of the pool and the first call."""
+    with RewardPool(deed, wait=False) as pool:
+        pool._children[0].progress.put(time.monotonic() - 2 * process_pool.START_SECONDS, -1)
+        pool.ready()
+        assert pool.score(items("ok"))[0].value == 1.5
 
 
 UNGUARDED = """

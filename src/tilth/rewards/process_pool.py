@@ -136,6 +136,9 @@ class RewardPool:
         with self._lock:
             self._failure = None
             self._fill()
+            for child in self._children:  # it gets its function from now on only, maybe long after its start
+                if child.state == "starting":
+                    child.progress.put(time.monotonic(), -1)
             job = Job([], {}, self._workers)
             while any(child.state == "starting" for child in self._children) and not self._failure:
                 self._turn(job)
@@ -149,8 +152,6 @@ class RewardPool:
 
         known: id -> outcome of an earlier attempt; these items are not scored again.
         """
-        if not self._pool.alive:
-            raise RewardError("the reward pool is closed", key="closed")
         if not self._proven:
             self.ready()
         with self._lock:
@@ -175,6 +176,8 @@ class RewardPool:
         self.close()
 
     def _fill(self) -> None:
+        if not self._pool.alive:
+            raise RewardError("the reward pool is closed", key="closed")
         for _ in range(self._workers - len(self._children)):
             self._pool.start()
 
