@@ -299,8 +299,9 @@ def test_rounds_that_outlive_their_stop_ask_no_replica_any_more(made, monkeypatc
     part.go.set()
     replicas._thread.join(60)
     assert not replicas._thread.is_alive() and calls == before and before[-1] == hangs
-    with raises(EngineError, "replicas.stopped"):
-        replicas.whole()
+    if hangs == "submit":  # a round would begin; one that ends after the stop is lost, and no error
+        with raises(EngineError, "replicas.stopped"):
+            replicas.whole()
 
 
 def test_what_a_replica_raises_is_raised_in_the_loop(made):
