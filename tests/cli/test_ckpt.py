@@ -425,7 +425,11 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("command", READERS.values(), ids=READERS)
+OFTEN = ("generate", "ckpt export")
+READ = [pytest.param(words, id=n, marks=[pytest.mark.slow] * (n not in OFTEN)) for n, words in READERS.items()]
+
+
+@pytest.mark.parametrize("command", READ)
 def test_who_reads_what_is_damaged_is_told_what_to_do(command, run, tmp_path):
     name = flip(run / "checkpoints" / "step-000006")
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')

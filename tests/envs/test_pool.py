@@ -88,6 +88,7 @@ def test_episodes_are_apart(calm):
     assert take(calm, 1)[0].value == {"value": 2.0, "parts": {"first": 1.0}, "reason": ""}
 
 
+@pytest.mark.slow
 def test_all_episodes_of_a_process_hang(pool):
     begin(pool, 0, 1)
     assert [answer.status for answer in say(pool, e0="hang", e1="hang").values()] == ["timeout", "timeout"]

@@ -504,7 +504,7 @@ def script(ending):
     return textwrap.dedent(UNGUARDED).replace("ENDING", ending)
 
 
-@pytest.mark.parametrize("how", ["file", "stdin", pytest.param("-c", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["file", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stdin", "-c"))])
 def test_a_script_without_a_guard(tmp_path, how):
     """And without closing the pool: nothing is left when it ends."""
     text = script("")
