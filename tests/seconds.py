@@ -9,7 +9,7 @@ import pytest
 from tests import forked
 
 SHOWN = 12
-_before = [0.0]
+_before, _collected = [0.0], [0.0]
 
 
 def spent() -> float:
@@ -32,7 +32,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_finish():
-    _before[0] = spent()
+    _before[0] = _collected[0] = spent()
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -43,4 +43,5 @@ def pytest_terminal_summary(terminalreporter):
                 found["/".join(report.nodeid.split("::")[0].split("/")[:2])] += seconds
     if found:
         shown = ", ".join(f"{name} {seconds:.0f}" for name, seconds in found.most_common(SHOWN))
-        terminalreporter.write_line(f"processor seconds: {found.total():.0f} in all; {shown}")
+        collected = f"{_collected[0]:.0f} before them"
+        terminalreporter.write_line(f"processor seconds: {found.total():.0f} of all tests, {collected}; {shown}")
