@@ -58,6 +58,7 @@ def pytest_configure(config):
     config.stash[STATE] = tempfile.mkdtemp(prefix="tilth-state-")  # an object would remove it in every fork, too
     os.environ["XDG_STATE_HOME"] = config.stash[STATE]  # trust in code of these tests ends with them
     if config.option.processes:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA that has begun before a fork is of no use in it
         forked.start()
 
 
