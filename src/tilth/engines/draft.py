@@ -108,7 +108,7 @@ class Drafts(NamedTuple):
 
 
 class Said(NamedTuple):
-    """Tokens that rows say in a pass. path: int64 [rows, 1 + longest], the places that chose their tokens, one behind the
+    """Tokens that rows say in a pass. path: int64 [rows, 1 + longest], the places that chose them, one behind the
     other; counts: int64 [rows], their number."""
 
     path: np.ndarray
