@@ -1,12 +1,17 @@
 """A run whose engines are on other nodes than the policy: on a Ray cluster by python -m tests.flows.nodes FOLDER
-ADDRESS, which prints the run's directory; on one machine by the factories here, with a relay in another folder."""
+ADDRESS [NODES], which prints the run's directory; on one machine by the factories here, with a relay in another folder.
 
+NODES: process ids; that of the only engine is lost after a step, and a spare on another node takes its place.
+"""
+
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.flows import tiny
+from tests.flows.lost_node import Lose
 from tests.flows.test_async_cluster import PLACED, POOLS
 from tests.flows.test_async_sampler import recipe
 from tilth.launch import workers
@@ -33,5 +38,10 @@ def weight_sync(context, recipe, config, source, targets):
 
 
 if __name__ == "__main__":
-    run = tiny.run(far(Path(sys.argv[1]), {"backend": "ray", "address": sys.argv[2]}))
-    print(run.directory)
+    folder, address, *lost = sys.argv[1:]
+    cluster, more = {"backend": "ray", "address": address}, {}
+    if lost:
+        more = {"guard": {"spares": 1}, "rollout": {"layout": {"dp": 1}}}
+        cluster["pools"] = {"train": 1, "rollout": 1}
+    lose = [Lose(json.loads(nodes), {3: 1}, "nodes") for nodes in lost]
+    print(tiny.run(far(Path(folder), cluster, **more), callbacks=lose).directory)

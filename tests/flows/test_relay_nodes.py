@@ -1,8 +1,10 @@
 """Runs whose engines are on other nodes than the policy: each version arrives there by a relay, bit for bit, since what
 engines take is compared with the checksums that the policy's ranks have set."""
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.flows import nodes, tiny
 from tests.flows.test_async_cluster import Kills
 from tests.flows.test_async_sampler import check_once
 from tests.flows.test_lost_node import run_on_all_nodes, three_nodes  # noqa: F401 - a fixture
+from tests.launch.test_survive import recoveries
 from tilth.launch import build
 from tilth.runs.readers import read_metrics
 
@@ -55,3 +58,14 @@ def test_each_node_of_a_ray_cluster_has_a_relay_of_its_own(tmp_path, three_nodes
     address, env, _ = three_nodes
     told = run_on_all_nodes([sys.executable, "-m", "tests.flows.nodes", str(tmp_path), address], env)
     check_sent(Path(told.splitlines()[-1]))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_relay_of_a_node_that_has_left_is_made_again_elsewhere(tmp_path, three_nodes):  # noqa: F811
+    address, env, pids = three_nodes
+    told = run_on_all_nodes([sys.executable, "-m", "tests.flows.nodes", str(tmp_path), address, json.dumps(pids)], env)
+    directory = Path(told.splitlines()[-1])
+    (found,) = recoveries(directory)
+    assert found["replaced"] == [1] and {"rollout", "weight_sync"} <= {*found["made"]}, found
+    check_once(SimpleNamespace(directory=directory), 6, group=4)
