@@ -33,11 +33,13 @@ def played(engine, asked, ahead=()):
     engine.run_ahead(list(ahead))
     found, ended, polls = {}, {}, 0
     while engine.pending:
+        before = engine.stats().decode_rows
         for t in engine.poll():
             found[t.id], ended[t.id] = t, polls
         polls += 1
         assert not check_blocks(engine._blocks, tables(engine))
         assert engine.running <= engine._max_rows
+        assert engine.stats().decode_rows - before <= engine.step_tokens
     return [found[r.id] for r in asked], ended
 
 

@@ -17,16 +17,16 @@ from tilth.engines.lanes import Draw, LengthBucket
 from tilth.engines.request import Request, SequenceState
 
 SHARE = 4
-"""A pass with run-ahead has at most this part of ``draft.FREE`` in positions, and so is at most this much longer."""
+"""Rows of others and positions of run-ahead in a pass are at most this part of ``draft.FREE``."""
 
 
 class RunAhead:
     """Requests that are likely to come next, and rows of an engine's lanes that answer them."""
 
-    def __init__(self, drafter: Drafter, blocks: BlockManager, free: int, rows: int, tokens: int) -> None:
+    def __init__(self, drafter: Drafter, blocks: BlockManager, free: int, rows: int, tokens: int, most: int) -> None:
         """free: positions that a pass computes in the time that it takes whatever they are; rows: of the engine at
-        most; tokens: of a draft at most."""
-        self._drafter, self._blocks, self._rows, self._tokens = drafter, blocks, rows, tokens
+        most; tokens: of a draft at most; most: positions of a pass."""
+        self._drafter, self._blocks, self._rows, self._tokens, self._most = drafter, blocks, rows, tokens, most
         self._positions = free // SHARE
         self._next = deque[Request]()
         self._count = self._flying = 0
@@ -74,7 +74,8 @@ class RunAhead:
         """Write what rows of run-ahead compute of their prompts among the drafts of rows; those for which the pass has
         no place are live no more. live: bool [rows]."""
         mine = self.rows(lane)
-        spare = self._positions - (int(live.sum()) - len(mine)) - sum(len(draft.tokens) for draft in drafts.values())
+        own = int(live.sum()) - len(mine)
+        spare = min(self._positions, self._most - sum(len(draft.tokens) for draft in drafts.values())) - own
         for row in mine:
             at, answer = int(lane.columns.position[row]), lane.answer(row)
             count = min(spare, max(1, len(_request(answer).prompt) - at))

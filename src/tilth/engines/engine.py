@@ -117,7 +117,7 @@ class Engine(GenerationEngine):
         drafter = SuffixDrafter(draft.depth, branches=self._branches)
         self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least)
         free = free_positions(self.device, self.dtype)
-        self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens)
+        self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens, most)
 
     # Weights
 
