@@ -33,7 +33,9 @@ settings.register_profile("quick", max_examples=6, deadline=None)  # a busy mach
 settings.register_profile("long", max_examples=100, deadline=None)
 settings.load_profile("quick")
 forked.fork_servers_too()
-CACHE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+# Of each instruction set its own: torch finds a compiled function by a key without ATEN_CPU_CAPABILITY, but compiles it
+# for that one, so that code for vectors fails where there are none.
+CACHE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}{os.environ.get('ATEN_CPU_CAPABILITY', '')}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)  # torch sets it to this, in the midst of a test
 for name in ("COLUMNS", "LINES"):  # GNU readline, which pytest imports, sets them
     os.environ.pop(name, None)
