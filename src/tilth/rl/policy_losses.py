@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from tilth.rl.packing import Gather, Packing, Reduce
 from tilth.rl.registry import Entry, Scope, lookup, register
 
 LOG_RATIO_BOUND = 20.0
+ROUNDING = 1e-5
+"""Log-ratio that rounding in fp32 gives to a policy that has not moved."""
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
 """Loss of each token [total], and columns [total] whose mean over the tokens that count is a metric."""
@@ -366,7 +369,8 @@ class KlCov(PolicyLoss):
     """-A r, plus cov_coef |log r| at the tokens of greatest covariance (KL-Cov, 2505.22617).
 
     ``cov_share`` of all tokens, at least one, are chosen. The coefficient is the paper's and that of verl's function,
-    1; verl's recipe has 0.1.
+    1; verl's recipe has 0.1. A log r that is rounding alone is not penalised: its sign, and with it a gradient of full
+    size, would depend on how rows are packed.
     """
 
     cov_share: float = Field(DEFAULT_SHARE, gt=0, le=1, description="share of all tokens that is chosen")
@@ -383,7 +387,8 @@ class KlCov(PolicyLoss):
     def tokens(self, step: LossInputs) -> TokenLosses:
         found = dict(step.thresholds)
         few = chosen(covariance(step, found), found)
-        loss = -step.advantages * step.ratio + self.cov_coef * few.to(step.ratio.dtype) * step.log_ratio.abs()
+        moved = F.threshold(step.log_ratio.abs(), ROUNDING, 0.0)
+        loss = -step.advantages * step.ratio + self.cov_coef * few.to(step.ratio.dtype) * moved
         return loss, {"selected": few}
 
 
