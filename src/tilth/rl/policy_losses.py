@@ -21,8 +21,7 @@ from tilth.rl.packing import Gather, Packing, Reduce
 from tilth.rl.registry import Entry, Scope, lookup, register
 
 LOG_RATIO_BOUND = 20.0
-ROUNDING = 1e-5
-"""Log-ratio that rounding in fp32 gives to a policy that has not moved."""
+ROUNDING = 1e-5  # above log-ratios that fp32 gives to a policy that has not moved
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
 """Loss of each token [total], and columns [total] whose mean over the tokens that count is a metric."""
@@ -368,9 +367,8 @@ class ClipCov(ClippedLoss):
 class KlCov(PolicyLoss):
     """-A r, plus cov_coef |log r| at the tokens of greatest covariance (KL-Cov, 2505.22617).
 
-    ``cov_share`` of all tokens, at least one, are chosen. The coefficient is the paper's and that of verl's function,
-    1; verl's recipe has 0.1. A log r that is rounding alone is not penalised: its sign, and with it a gradient of full
-    size, would depend on how rows are packed.
+    ``cov_share`` of all tokens, at least one, are chosen. The coefficient is the paper's and verl's, 1; verl's recipe has
+    0.1. A log r of rounding alone is not penalised: its sign would depend on how rows are packed.
     """
 
     cov_share: float = Field(DEFAULT_SHARE, gt=0, le=1, description="share of all tokens that is chosen")
