@@ -367,7 +367,7 @@ class ClipCov(ClippedLoss):
 class KlCov(PolicyLoss):
     """-A r, plus cov_coef |log r| at the tokens of greatest covariance (KL-Cov, 2505.22617).
 
-    ``cov_share`` of all tokens, at least one, are chosen. The coefficient is the paper's and verl's, 1; verl's recipe has
+    ``cov_share`` of all tokens, at least one, are chosen. The coefficient is the paper's and verl's; verl's recipe has
     0.1. A log r of rounding alone is not penalised: its sign would depend on how rows are packed.
     """
 
