@@ -236,6 +236,7 @@ def become(request: dict, files: list[int]) -> tuple[str, list[str]]:
             os.close(file)
     os.setsid()
     (Path(os.environ[PLACE]).parent / request["name"]).write_text(str(os.getpid()))
+    signal.signal(signal.SIGHUP, signal.Handlers(request["hangup"]))
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

@@ -25,6 +25,7 @@ def main():
     files = opened()
     request = {"name": name, "arguments": arguments, "files": files}
     request |= {"environment": dict(os.environ), "folder": os.getcwd()}
+    request["hangup"] = int(signal.getsignal(signal.SIGHUP))
     data = ascii(request).encode() + b"\n"
     server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     server.connect(place)

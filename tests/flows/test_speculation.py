@@ -33,7 +33,7 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
         assert plain == drafted
         assert any(0 < record.get("draft/acceptance", 0) <= 1 for record in own)
         assert sum(0 < record.get("draft/passes", 1) < 1 for record in own) > 1
-        assert sum(record.get("draft/ahead", 0) > 0 for record in own) == (3 if how == "ahead" else 0)
+        assert any(record.get("draft/ahead", 0) > 0 for record in own) == (how == "ahead")
 
 
 def test_drafts_are_summed_over_engines():

@@ -251,7 +251,7 @@ def test_the_ring_of_units_is_measured_followed_and_kept(tmp_path, monkeypatch):
     assert kept.ring == 7e-3 and kept.about["source"] == OWN
     save_costs(found, tmp_path / "costs.json")
     assert load_costs(tmp_path / "costs.json").ring == found.ring
-    balance, table = RowBalance("cost"), RowTable(np.array([900, 100]), *np.zeros((2, 2), np.int64))
+    balance, table = RowBalance("cost"), RowTable(np.array([900, 20]), *np.zeros((2, 2), np.int64))
     balance.use(1, costs_of(1e-6))
     balance.use(2, replace(costs_of(1e-6), ring=1e-3))
     for step, wide in ((1, 4), (2, 3)):

@@ -246,7 +246,7 @@ class RolloutConfig(RoleSection):
     speculate: Literal["off", "suffix", "tree"] = Field(
         "off",
         description="compute several tokens of a completion in one pass where earlier completions of the prompt, its "
-        "group or its own text suggest them (tree: also several in the place of one); tokens stay those of plain "
+        "group or its own text suggest them (tree: several of them); tokens stay those of plain "
         "decoding, but only with train.parity has a resume the same bits",
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")

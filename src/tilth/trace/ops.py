@@ -36,6 +36,8 @@ _DECLARED = (
     Op("update", "phase", "the policy is updated"),
     Op("publish", "phase", "weights go from the policy to its copies"),
     Op("pull", "phase", "an engine takes the weights that were published last, and compares them"),
+    Op("pack", "phase", "what has changed of the weights is packed for relays of other nodes"),
+    Op("unpack", "phase", "it is written into the relay of this node"),
     Op("verify", "phase", "the copies are compared with the policy"),
     Op("evaluate", "phase", "held-out data is evaluated"),
     Op("save", "phase", "the part of a checkpoint that blocks the run"),

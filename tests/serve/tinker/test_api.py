@@ -188,7 +188,7 @@ def test_samples_are_trained_on_by_the_losses_of_recipes(server, client):
     trained.forward_backward(data, "stable_reinforce", {"kl_coeff": 0.1}).result()
 
 
-@pytest.mark.parametrize("count, most", [(20, 8), pytest.param(2000, 512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count, most", [(40, 16), pytest.param(2000, 512, marks=pytest.mark.slow)])
 def test_any_number_of_samples_may_be_asked_for_at_once_and_training_goes_on(model, tmp_path, count, most):
     with serving(model, tmp_path, name="Org/small") as server:
         server.desk.samplers.line.most, server.desk.room.most = most, most
