@@ -222,14 +222,15 @@ def test_a_part_of_the_loss_with_a_denominator_of_its_own_stops_the_run(tmp_path
 def test_a_loss_that_is_not_finite_stops_and_what_was_saved_stays(tmp_path, monkeypatch):
     @transfer(split="rows", gather="merge")
     def explodes(self, batch, how):
-        self.engine.model.model.norm.weight.data.fill_(float("inf"))
-        self._at_rest.forget()  # which would see it first
+        if [*tmp_path.glob("*/checkpoints/step-*")]:  # a slow disk may have none after the first steps
+            self.engine.model.model.norm.weight.data.fill_(float("inf"))
+            self._at_rest.forget()  # which would see it first
         return whole(self, batch, how)
 
     whole = PolicyWorker.update
     monkeypatch.setattr(PolicyWorker, "update", explodes)
     with raises(NonFiniteError, "model.norm.weight"):
-        tiny.run(tiny.recipe(tmp_path, **SHORT))
+        tiny.run(tiny.recipe(tmp_path, **{**SHORT, "algorithm": {"steps": 500}}))
     (directory,) = tmp_path.iterdir()
     assert read_state(directory)["state"] == "failed"
     assert tiny.weights(directory)
