@@ -13,12 +13,14 @@ from tests import forked
 from tests.conftest import surroundings
 
 FILE = """
-import os, pytest
+import os, pytest, time
 from pathlib import Path
+
+SEEN = Path(os.environ["SEEN"])
 
 @pytest.fixture(autouse=True)
 def noted(request):
-    Path(os.environ["SEEN"], f"{request.node.name}-NUMBER").write_text(str(os.getpid()))
+    SEEN.joinpath(f"{request.node.name}-NUMBER").write_text(str(os.getpid()))
 
 @pytest.mark.dist
 def test_pool(pool): ...
@@ -27,7 +29,10 @@ def test_pool(pool): ...
 @pytest.mark.dist
 def test_ray(): ...
 
-def test_first(tmp_path): ...
+def test_first(tmp_path):
+    until = time.monotonic() + 100
+    while len({file.read_text() for file in SEEN.iterdir()} - {""}) < 2 and time.monotonic() < until:
+        time.sleep(0.01)  # else one process may have ended all before the other one begins
 
 def test_second(tmp_path): ...
 """
