@@ -77,14 +77,15 @@ class Trajectory:
             first = self.prompt_length
             found = [Segment("user", 0)] * (first > 0) + [Segment("assistant", first)] * (first < len(self.tokens))
             self.segments = found
-        starts = np.array([s.start for s in self.segments], np.int64)
-        spans = np.diff(starts, append=len(self.tokens))
-        ordered = not len(starts) or (starts[0] == 0 and (spans > 0).all())
-        tokens = len(self.tokens)
-        self._check(bool(ordered), "segments", f"segments at {starts.tolist()} do not tile {tokens} tokens")
-        assistant = np.repeat(np.array([s.role == "assistant" for s in self.segments], bool), spans)
-        self._check(not self.mask[~assistant].any(), "mask", "the mask has a token outside of assistant segments")
-        self._check(not self.mask[self.opened].any(), "mask", "the mask has the first token of a conversation")
+        # Thousands a step: loops over a few segments take a third of the time of arrays.
+        tokens, starts = len(self.tokens), [s.start for s in self.segments]
+        ordered = not starts or (starts[0] == 0 and all(a < b for a, b in pairwise([*starts, tokens])))
+        self._check(ordered, "segments", f"segments at {starts} do not tile {tokens} tokens")
+        others = [(s.start, end) for s, end in zip(self.segments, [*starts[1:], tokens]) if s.role != "assistant"]
+        outside = any(self.mask[start:end].any() for start, end in others)
+        self._check(not outside, "mask", "the mask has a token outside of assistant segments")
+        opens = any(self.mask[start] for start in self.opened)
+        self._check(not opens, "mask", "the mask has the first token of a conversation")
         paid = [at for at, _ in self.turn_rewards]
         good = all(a < b for a, b in pairwise(paid)) and all(0 <= at < tokens and self.mask[at] for at in paid)
         self._check(good, "turn_rewards", f"rewards of turns at {paid} are not at chosen tokens in order")
@@ -119,9 +120,10 @@ class Trajectory:
     def token_versions(self) -> np.ndarray:
         """Return the policy version that chose each token, int32 [T], 0 elsewhere. TrajectoryError unless ``versions``
         is in order and covers every chosen token."""
-        starts = np.array([start for start, _ in self.versions], np.int64)
-        span = np.searchsorted(starts, np.arange(len(self.tokens)), side="right") - 1
-        covered = (np.diff(starts) > 0).all() and not np.any(self.mask[span < 0])
-        self._check(bool(covered), "versions", f"spans of versions {self.versions} do not cover each chosen token once")
-        versions = np.array([version for _, version in self.versions] or [0], np.int32)
-        return np.where(self.mask != 0, versions[span], 0).astype(np.int32)
+        edges = [*(start for start, _ in self.versions), len(self.tokens)]
+        covered = all(a < b for a, b in pairwise(edges[:-1])) and not self.mask[: edges[0]].any()
+        self._check(covered, "versions", f"spans of versions {self.versions} do not cover each chosen token once")
+        found = np.zeros(len(self.tokens), np.int32)
+        for (start, version), end in zip(self.versions, edges[1:]):
+            found[start:end] = version
+        return np.where(self.mask != 0, found, 0).astype(np.int32, copy=False)

@@ -243,8 +243,9 @@ class RolloutWorker:
         t, failure = result.trajectory, None
         if self._plays and t.reward is None and result.paused is None:
             failure = {"value": None, "reason": result.reason, "status": result.status}
-        starts = [first for first, _ in t.versions]
-        chosen = [int(t.mask[a:b].sum()) for a, b in pairwise([*starts, len(t.tokens)])]
+        chosen = [t.completion_length]
+        if len(t.versions) != 1:
+            chosen = [int(t.mask[a:b].sum()) for a, b in pairwise([*(first for first, _ in t.versions), len(t.tokens)])]
         text, paused = t.text if texts else "", result.paused is not None
         return Ended(
             t.prompt, identity(t.tokens), text, paused, tuple(t.versions), len(t.tokens), chosen, failure, t.opened
