@@ -304,6 +304,19 @@ def test_rounds_that_outlive_their_stop_ask_no_replica_any_more(made, monkeypatc
             replicas.whole()
 
 
+def test_the_thread_ends_no_round_of_a_loop_that_holds_it(made):
+    _, replicas = made(threaded=False)
+    replicas._holds, replicas._still, replicas._rounds[1] = 1, True, (0.0, {})
+    goes = threading.Thread(target=replicas._goes_on, daemon=True)
+    goes.start()
+    goes.join(0.3)
+    assert goes.is_alive() and replicas._still
+    replicas.release()
+    goes.join(60)
+    assert not goes.is_alive() and not replicas._still
+    replicas._rounds.clear()
+
+
 def test_what_a_replica_raises_is_raised_in_the_loop(made):
     rollout, replicas = made()
     rollout.each[0].lost = rollout.each[1].lost = True
@@ -401,6 +414,28 @@ def test_samples_of_replicas_that_are_lost_twice_go_on_with_the_tokens_that_they
         count, end = sum(same[3]), fields["tokens"]
         assert [one[0], one[1], one[3]] == [same[0], same[1], same[3]] and end > 0 and fields["version"] == 1
         assert one[2][len(same[0]) - count :] == [0] * end + [1] * (count - end)
+
+
+@pytest.mark.parametrize("then", ["aside", "discarded"])
+def test_samples_that_had_ended_before_are_told_or_discarded_whatever_comes_first(engines, then):
+    """A group that is whole in the log comes to a replica whose round is under way, then others are drawn."""
+    make, submit, columns = engines
+    _, whole = make()
+    submit(whole)
+    columns(whole)
+    rollout, again = make(attempt=2)
+    submit(again, again=True)
+    asked, part = again._queue[0].asked, rollout.each[0]
+    part.submit(asked, again=True)
+    ids = asked["id"].tolist()
+    if then == "discarded":
+        part.discard(ids[:1])
+        ids = ids[1:]
+    else:
+        part.set_aside()
+        part.begin()
+        part.take_up()
+    assert sorted(part.advance()) == ids and not part.advance()
 
 
 def test_a_sample_of_which_nothing_is_known_begins_from_its_prompt(engines):

@@ -229,10 +229,12 @@ class Replicas:
                 self._changed.notify_all()
 
     def _goes_on(self) -> bool:
-        """Wait until there is something to do, or a round is under way; False: never again."""
+        """Wait until there is something to do, or a round is under way; False: never again. Once still, this thread
+        stays so while the loop holds the rounds, and runs its own."""
         with self._changed:
-            while not (self._rounds or self._stopped) and (
-                self._holds or not (self._queue or any(self._flying) or self._due())
+            while not self._stopped and (
+                (self._holds and self._still)
+                or not (self._rounds or (not self._holds and (self._queue or any(self._flying) or self._due())))
             ):
                 self._still = True
                 self._changed.notify_all()
@@ -319,6 +321,8 @@ class Replicas:
         while True:
             with self._changed:  # a group is never of newer weights in the books than in the replica that gets it
                 places = [place for place, has in enumerate(self._has) if has == self._newest]
+                if self._queue and self._queue[0].again:  # the answer is waited for, which a round would delay
+                    places = [place for place in places if place not in self._rounds]
                 place = min(places, key=lambda p: len(self._flying[p]), default=None)
                 if place is None or not self._queue:
                     return

@@ -71,7 +71,8 @@ class Publisher:
         with self._lock:
             self._wait()
             self._newest = Publication(next(_numbers), version)
-            written = self._policy.publish("rollout", self._newest, self._sent)
+            anew = self._apart and not self._sent
+            written = self._policy.publish("rollout", self._newest, self._sent, anew=anew)
             if self._apart:
                 self._pack()
         if self.offer is None:

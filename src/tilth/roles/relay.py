@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import mmap
 import os
 import secrets
@@ -274,8 +275,9 @@ class Relay:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other process of this node be in this block. StorageError if one stays in it."""
-        with writing(self.path), _locked(self.path.parent):
+        """Let no other process of this node be in this block: versions come over a network in it, however long that
+        takes, and calls have limits of their own."""
+        with writing(self.path), _locked(self.path.parent, math.inf):
             yield
 
     # ---- a receiver's side ----
@@ -362,9 +364,10 @@ class Relay:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which also ends with this process. OSError if another one keeps it."""
-    place, until = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + LIMIT
+def _locked(folder: Path, limit: float = LIMIT) -> Iterator[None]:
+    """Hold the lock of a folder, which also ends with this process. OSError if another one keeps it for ``limit``
+    seconds."""
+    place, until = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + limit
     try:
         while True:
             try:
@@ -372,7 +375,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise TimeoutError(f"another process has held the lock of {folder} for {LIMIT:g} s") from None
+                    raise TimeoutError(f"another process has held the lock of {folder} for {limit:g} s") from None
                 time.sleep(0.01)
         yield
     finally:

@@ -59,13 +59,16 @@ class RelaySyncWorker(WeightSyncWorker):
         return self.relays[target].id
 
     @transfer(split="all", gather="all")
-    def publish(self, target: str, publication: Publication, sent: Sequence[SentVersion] = ()) -> int:
+    def publish(
+        self, target: str, publication: Publication, sent: Sequence[SentVersion] = (), *, anew: bool = False
+    ) -> int:
         """Write this rank's boxes of the policy's weights into a relay, of adapters that the target takes A and B alone
         after the first time; return their bytes, but for a base that is sent once.
 
-        A call of all ranks of the policy. sent: as of ``pull``, of earlier versions.
+        A call of all ranks of the policy. sent: as of ``pull``, of earlier versions; anew: there are none of them, so a
+        relay may lack what ranks of other nodes have published.
         """
-        relay, names = self.relays[target], self._names(target, whole=target not in self._published)
+        relay, names = self.relays[target], self._names(target, whole=anew or target not in self._published)
         self._bring(relay, sent)
         shapes = {name: self.held[name].shape for name in names}
         apart, rank = self.routes[target].adapters, self.context.rank

@@ -72,6 +72,7 @@ class Aside(NamedTuple):
     done: int
     before: dict[int, int]
     aborting: list[int]
+    news: list[int]
 
 
 class RolloutWorker:
@@ -251,14 +252,23 @@ class RolloutWorker:
             t.prompt, identity(t.tokens), text, paused, tuple(t.versions), len(t.tokens), chosen, failure, t.opened
         )
 
+    def _note_ended(self) -> None:
+        """Take episodes that had ended before they were submitted, which the next round reports."""
+        for t in [] if self.player is None else self.player.take(()):
+            self._before.pop(t.id, None)
+            self._ended[t.id] = self._result(t)
+            self._news.append(t.id)
+
     @transfer(split="all", gather="first")
     def set_aside(self) -> None:
         """Stop what is in flight, and keep it and what was not collected: until ``take_up`` other samples may be drawn.
         Environments go on. Of an engine that can resume samples."""
+        self._note_ended()
         how = self._params, self._plays, self._media, self._log, self._observed
         counts = self._asked, self._done, self._before, self._aborting
-        self._aside = Aside(self._pause(), self._ended, *how, *counts)
+        self._aside = Aside(self._pause(), self._ended, *how, *counts, self._news)
         self._ended, self._log, self._observed, self._before, self._aborting = {}, None, None, {}, []
+        self._news = []
         if self.player is not None:
             self.player.set_aside()
 
@@ -270,7 +280,7 @@ class RolloutWorker:
         flying, ended, self._params, self._plays, self._media, self._log, *_ = one
         self._observe(one.observed)
         self._asked, self._done, self._before, self._aborting = one.asked, one.done, one.before, one.aborting
-        self._ended |= ended
+        self._ended, self._news = self._ended | ended, one.news
         turns = {} if self.player is None else self.player.take_up()
         for trajectory in flying:
             self.rounds.resume(trajectory, turns.get(trajectory.id, self._params))
@@ -278,6 +288,9 @@ class RolloutWorker:
     @transfer(split="all", gather="first")
     def discard(self, ids: Sequence[int]) -> None:
         """Forget samples that are in flight or have ended, and end their environments."""
+        self._note_ended()
+        told = [i for i in self._news if i not in ids]
+        self._done, self._news = self._done + len(self._news) - len(told), told
         flying = [i for i in ids if i not in self._ended]
         self.rounds.discard([*flying, *(self.player.discard(flying) if self.player is not None else [])])
         self._done += len(flying)
