@@ -62,7 +62,7 @@ class Worker:
     """A fork of this process that runs tests: those that it was given and has not begun, and where it is."""
 
     def __init__(self, session: pytest.Session) -> None:
-        self.left, self.at = deque[int](), -1
+        self.left, self.at, self.runs = deque[int](), -1, False
         self.pipe, theirs = Pipe()
         folder, parent = session.config._tmp_path_factory.mktemp("process"), os.getpid()
         sys.stdout.flush()
@@ -76,7 +76,7 @@ class Worker:
         self.process = os.pidfd_open(self.pid)
 
     def messages(self) -> Iterator[tuple]:
-        with suppress(EOFError, ConnectionResetError):
+        with suppress(EOFError, OSError):  # it has ended, perhaps in the midst of a message
             while self.pipe.poll():
                 yield self.pipe.recv()
 
@@ -118,13 +118,14 @@ class Run:
             with suppress(BrokenPipeError):  # it has died since
                 worker.pipe.send(given)
         elif what == "begins":
-            worker.at = worker.left.popleft()
+            worker.at, worker.runs = worker.left.popleft(), True
         elif what == "warns":
             message, when, nodeid, location = told
             config.hook.pytest_warning_recorded.call_historic(
                 kwargs={"warning_message": message, "when": when, "nodeid": nodeid, "location": location}
             )
         else:
+            worker.runs = False
             found = [config.hook.pytest_report_from_serializable(config=config, data=data) for data in told[0]]
             self._report(worker.at, found)
 
@@ -143,7 +144,7 @@ class Run:
         """Report a process that died as a failure of the test where it was, and go on in another with what is left."""
         self.workers.remove(worker)
         code = worker.end()
-        if not code:
+        if not (code or worker.runs or worker.left):
             return
         if worker.at < 0:
             raise RuntimeError(f"a process of the tests ended with {code} before its first test")

@@ -79,11 +79,12 @@ def test_groups_have_one_process_each_and_files_stay_together(tmp_path):
     assert all(found[f"test_first-{n}"] == found[f"test_second-{n}"] for n in range(4))
 
 
-def test_a_process_that_dies_fails_its_test_and_another_goes_on(tmp_path):
-    (tmp_path / "test_dying.py").write_text(DYING)
+@pytest.mark.parametrize(("how", "code"), [("os.kill(os.getpid(), 9)", -9), ("os._exit(0)", 0)])
+def test_a_process_that_dies_fails_its_test_and_another_goes_on(tmp_path, how, code):
+    (tmp_path / "test_dying.py").write_text(DYING.replace("os.kill(os.getpid(), 9)", how))
     ran = run(tmp_path)
     assert ran.returncode == 1 and "2 failed, 2 passed" in ran.stdout, ran.stdout + ran.stderr
-    assert "test_dies - the process that ran this test ended with -9" in ran.stdout
+    assert f"test_dies - the process that ran this test ended with {code}" in ran.stdout
     assert "told" in ran.stdout and "UserWarning: seen" in ran.stdout
     assert (tmp_path / "ended").read_text() == "x"  # by the second process
 

@@ -283,7 +283,8 @@ class Engine(GenerationEngine):
         return [(lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()]
 
     def _row_of(self, trajectory: int) -> tuple[LengthBucket, int] | None:
-        return next(((lane, row) for lane, row in self._rows() if lane.answer(row).request.id == trajectory), None)
+        own = ((lane, row) for lane, row in self._rows() if lane.answer(row).ahead is None)
+        return next(((lane, row) for lane, row in own if lane.answer(row).request.id == trajectory), None)
 
     # One step
 

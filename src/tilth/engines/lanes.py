@@ -187,7 +187,7 @@ class LengthBucket:
         c = self.columns
         for row in self.rows.tolist():
             answer = self.answer(row)
-            if (id := answer.request.id) in seen:
+            if (id := answer.request.id) in seen and answer.ahead is None:
                 at, end = len(answer.request.prompt) + seen[id], int(c.position[row]) + 1
                 new = slice(max(at, len(answer.tokens)), end)
                 tokens = np.concatenate([answer.tokens[at:], c.tokens[row, new]])

@@ -9,7 +9,7 @@ consecutive ranks where that starts them no later, and short sequences fill the 
 import heapq
 import math
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -177,14 +177,15 @@ def _balanced(batch: _Batch, tolerance: float, stages: int) -> Rounds:
     long, short = order[~held], order[held]
     mean = float(batch.weights.sum()) / batch.ranks
     bound = (1 + tolerance) * max(mean, stages * batch.longest(long), float(batch.weights[short].max(initial=0)))
-    best, found, before = np.inf, Rounds(), np.zeros(0, np.int64)
-    for widths in _all_widths(batch, long) or (batch.widths(long, mean / divisor) for divisor in WIDER):
+    best, found, before, used = np.inf, Rounds(), np.zeros(0, np.int64), 0
+    others = _all_widths(batch, long) or (batch.widths(long, mean / divisor) for divisor in WIDER[1:])
+    for widths in chain([batch.widths(long, mean / WIDER[0])], others):
         if best < np.inf and (before == widths).all():
             continue
         gangs = _place_gangs(batch, long, widths, tolerance * mean, stages)
         rounds, end = (_fill if stages == 1 else _fill_pipelines)(batch, gangs, short, stages)
-        if end < WORTH * best:
-            best, found = end, rounds
+        if end < (WORTH if widths.sum() > used else 1.0) * best or (end == best and widths.sum() < used):
+            best, found, used = end, rounds, int(widths.sum())
         before = widths
         if best <= bound:
             break

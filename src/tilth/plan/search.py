@@ -473,7 +473,8 @@ def share_of(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shap
     if given.lengths is None or ROLES[role].mesh != "layout":
         return StepShare()
     rows, balance = work(recipe, role, placed.data_ranks, given.longest).rows, recipe.balance
-    if mesh.units > 1 and recipe.flow_spec.learns == "documents":  # a run expects pieces as long as the context
+    flow = recipe.flow_spec
+    if mesh.units > 1 and (flow.learns == "documents" or flow.samples):  # a run checks the longest that there can be
         ranks_held(np.array([given.longest]), recipe.train.micro_tokens, mesh.units)
     key = id(shape), rows, mesh.count("rows"), mesh.units, mesh.count("layers"), balance
     if key not in given.shares:
