@@ -312,7 +312,8 @@ class Replicas:
     def _pull_due(self) -> None:
         """Let replicas take the newest weights where it is time; what they are asked for next waits for it."""
         for place in self._due():
-            assert self._pull is not None and self._part(place)
+            assert self._pull is not None
+            self._part(place)  # raises once the rounds are stopped
             self._has[place] = self._pull(place)
 
     def _hand_out(self) -> None:
