@@ -38,9 +38,16 @@ def longest(texts, context, depth):
     return 0, Counter()
 
 
+def follow(tree, context):
+    """Continuations of a text, each of the text with those before it, until nothing is known."""
+    while found := tree.guesses(context):
+        yield found[0]
+        context = tree.longer(context, found[0].token)
+
+
 def check_follows(tree, texts, context, depth, steps=6):
     """A tree follows a text to where a search does, with the same counts."""
-    for found, _ in zip(tree.follow(raw(context)), range(steps)):
+    for found, _ in zip(follow(tree, raw(context)), range(steps)):
         length, counts = longest(texts, context, depth)
         assert (found.length, found.count, found.total) == (length, max(counts.values()), counts.total())
         assert counts[found.token] == found.count

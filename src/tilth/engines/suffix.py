@@ -6,7 +6,7 @@ completions of earlier steps take four bytes for each token.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heappop, heappush
@@ -89,12 +89,6 @@ class SuffixTree:
     def longer(self, context: bytes, token: int) -> bytes:
         """Return a text with one token more, as far as it is looked at."""
         return context[-self.lengths[0] * _WIDTH :] + token.to_bytes(_WIDTH, "little")
-
-    def follow(self, context: bytes) -> Iterator[Guess]:
-        """Yield continuations of a text, each of the text with those before it, until nothing is known."""
-        while found := self.guesses(context):
-            yield found[0]
-            context = self.longer(context, found[0].token)
 
 
 @dataclass(slots=True)
