@@ -17,7 +17,7 @@ from tilth.engines.branches import Branches
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext
-from tilth.plan.kernels import ROWS, TAIL, grown
+from tilth.plan.kernels import ROWS, grown
 
 
 class _Buffers:
@@ -229,7 +229,8 @@ class CachedContext:
 
     start: int64 [B], position of each row's first new token. length: slots that are read, above every new position.
     parity: use shapes that agree bit for bit with ``PackedContext(parity=True)``: ``positions`` is then longer than the
-    tokens, and length must be a multiple of 16. fused: for compiled code of width 1. padded: as ``Engine`` says.
+    tokens, and length must be a multiple of 16. fused: for compiled code of width 1. multiple: a pass has
+    so many rows or a multiple, also without parity where each row has one new token or ``picked`` is given.
     picked: int64 [T], those of the B * width tokens that there are, in order, if rows have fewer; None: all. branches:
     order of the tokens of each row; None: each follows the one before it.
     """
@@ -244,7 +245,7 @@ class CachedContext:
         length: int,
         parity: bool = False,
         fused: bool = False,
-        padded: bool = True,
+        multiple: int = ROWS,
         experts: ExpertContext | None = None,
         picked: Tensor | None = None,
         branches: Branches | None = None,
@@ -256,8 +257,7 @@ class CachedContext:
         self._place = start[:, None] + torch.arange(width, device=start.device)
         places = self._pick((self._place if branches is None else start[:, None] + branches.depth).flatten())
         self._tokens = len(places)
-        multiple = TAIL if parity else ROWS if padded and (width == 1 or picked is not None) else 1
-        self.spare = -self._tokens % multiple
+        self.spare = -self._tokens % (multiple if parity or width == 1 or picked is not None else 1)
         """Rows of padding behind the tokens, which attention leaves out."""
         self.positions = F.pad(places, (0, self.spare)) if self.spare else places
         self._masks: dict[int | None, Tensor] = {}

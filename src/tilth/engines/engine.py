@@ -39,7 +39,7 @@ from tilth.models.inputs import ModelInput
 from tilth.models.parity import check_parity
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
-from tilth.plan.kernels import CHOICE_ELEMENTS, PASS, limit_for, round_up
+from tilth.plan.kernels import CHOICE_ELEMENTS, PASS, ROWS, limit_for, round_up
 from tilth.plan.lora import is_adapter
 from tilth.trace.spans import span
 
@@ -61,8 +61,7 @@ class Engine(GenerationEngine):
     def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
         dims, dtype, lora, parity = options.dims or ParallelDims.alone(), options.dtype, options.lora, options.parity
         check_divided(dims, compile=options.compile, parity=parity)
-        if parity:
-            check_parity(config, dtype)
+        multiple = check_parity(config, dtype) if parity else ROWS if options.padded else 1
         self.config, self.tokenizer, self.seed = config, options.tokenizer, options.seed
         self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
         self._grammars = None if self.tokenizer is None else Grammars(self.tokenizer, config.vocab_size)
@@ -90,7 +89,7 @@ class Engine(GenerationEngine):
         if options.compile and config.num_experts:
             message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
             raise RecipeError(message, key="rollout.compile")
-        self._runner = Runner(self.model, parity, options.compile and not parity, self.device, options.padded)
+        self._runner = Runner(self.model, parity, options.compile and not parity, self.device, multiple)
         self._max_rows = min(options.max_rows, options.step_tokens)
         self._forget_all()
         self._draw = lambda *what: draws(self.seed, *what)

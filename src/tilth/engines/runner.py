@@ -24,13 +24,13 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]
 
 
 class Runner:
-    """Runs the model's steps. compile: torch.compile of decode on a CPU, CUDA graphs on a GPU."""
+    """Runs the model's steps. compile: torch.compile of decode on a CPU, CUDA graphs on a GPU. multiple: of rows."""
 
-    def __init__(self, model: Decoder, parity: bool, compile: bool, device: torch.device, padded: bool = True) -> None:
+    def __init__(self, model: Decoder, parity: bool, compile: bool, device: torch.device, multiple: int) -> None:
         self.model = model
         self.compile_seconds = 0.0
         """Seconds in first calls of compiled code so far."""
-        self._parity, self._padded, self._compiled, self._graphs = parity, padded, None, None
+        self._parity, self._multiple, self._compiled, self._graphs = parity, multiple, None, None
         if compile and device.type == "cuda":
             self._graphs = Graphs(self)
         elif compile:
@@ -59,7 +59,7 @@ class Runner:
         experts = ExpertContext(parity=self._parity, record=True) if records else None
         sizes = (given.ids.shape[1], length, self._parity)
         more: dict[str, Any] = {"experts": experts, "picked": picked, "branches": branches}
-        ctx = CachedContext(slab, start, *sizes, padded=self._padded, **more)
+        ctx = CachedContext(slab, start, *sizes, multiple=self._multiple, **more)
         ids = given.ids.flatten()
         hidden: Tensor = self.model(given._replace(ids=ids if picked is None else ids[picked]), ctx)
         if records:

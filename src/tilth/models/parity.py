@@ -9,7 +9,8 @@ from torch import Tensor
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
-from tilth.models.steady import ProductShape, of_heads, reference, refusal
+from tilth.models.steady import TAILS, ProductShape, keeps_bits, of_heads, reference, refusal
+from tilth.plan.kernels import ROW_MULTIPLE
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
 
@@ -17,18 +18,23 @@ LENGTHS = (16, 48, 272, 704)
 """Keys of a trial of attention: a part of a block, a block and a part, blocks and most of one."""
 
 
-def check_parity(config: DecoderConfig, dtype: torch.dtype) -> None:
+def check_parity(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Try the products of a model of this compute dtype on the CPU and number of threads that this thread has now.
+
+    Returns the fewest rows with which no linear layer is padded: a pass of so many copies nothing.
 
     Raises RecipeError of ``train.parity`` that names those whose rows have other bits at other places.
     """
     threads = torch.get_num_threads()
-    wrong = [str(shape) for shape in dict.fromkeys(products(config, dtype, threads)) if reference(shape) is None]
+    shapes = dict.fromkeys(products(config, dtype, threads))
+    wrong = [str(shape) for shape in shapes if reference(shape) is None]
     heads = config.num_heads // config.num_kv_heads, config.head_dim, config.value_dim
     if not wrong and not _attends(*heads, wide(dtype), threads):
         wrong = [f"attention of heads {config.head_dim} wide"]
     if wrong:
         raise refusal("; ".join(wrong), threads)
+    linear = [shape for shape in shapes if shape.kind == "linear"]
+    return next((rows for rows in TAILS if all(keeps_bits(shape, rows) for shape in linear)), ROW_MULTIPLE)
 
 
 def products(config: DecoderConfig, dtype: torch.dtype, threads: int) -> Iterator[ProductShape]:

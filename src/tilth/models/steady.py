@@ -336,10 +336,13 @@ def _whole_block(shape: ProductShape, rows: int, keys: int) -> bool:
 
 
 def _attend(left: Tensor, right: Tensor, shape: ProductShape) -> Tensor:
+    length = right.shape[2 if shape.kind == "scores" else 1]
+    keys = key_blocks(shape, length)
+    if len(keys) == 1 and keys[0].size == length:
+        return _by_rows(left, right, shape, length)
     if shape.kind == "scores":
-        keys = key_blocks(shape, right.shape[2])
         return _cat([_scores(left, right, shape, block) for block in keys], 2, left.new_empty(*left.shape[:2], 0))
-    total, *more = (_values(left, right, shape, block) for block in key_blocks(shape, right.shape[1]))
+    total, *more = (_values(left, right, shape, block) for block in keys)
     for part in more:
         total = total + part
     return total

@@ -16,7 +16,7 @@ KEPT_ELEMENTS = 1 << 26
 ROW_MULTIPLE = 16
 """Rows of the block whose bits each row of a linear layer has in parity mode on a CPU (``models.steady``)."""
 TAIL = 4
-"""Rows of the smallest block, where it has these bits; passes of the engine in parity mode have a multiple."""
+"""Rows of the smallest block, where it has these bits."""
 
 
 def chunk_rows(vocab: int, wanted: int | None = None) -> int:
