@@ -1,9 +1,8 @@
 """Replicas in processes of their own, beside a trainer: overlap, and what is left of a run when one of them dies."""
 
-import os
 import random
-import signal
 import threading
+import time
 from contextlib import suppress
 
 import psutil
@@ -42,16 +41,20 @@ class Kills(tiny.Recorder):
         if step not in self.left:
             return
         self.left.remove(step)
-        pid = run.policy._dispatch.backend.pids()[self.chance.choice(self.ranks)]
-        if self.processes:
-            pid = self.chance.choice([p for p in psutil.Process(pid).children() if p.status() != "zombie"]).pid
-        self.timers.append(threading.Timer(0.6 * self.chance.random(), self.kill, (pid,)))
+        self.timers.append(threading.Timer(0.6 * self.chance.random(), self.kill, (run.policy._dispatch.backend,)))
         self.timers[-1].start()
 
-    def kill(self, pid):
-        with suppress(ProcessLookupError):  # a recovery has ended it meanwhile
-            os.kill(pid, signal.SIGKILL)
-            self.killed.append(pid)
+    def kill(self, backend):
+        until = time.monotonic() + 5
+        while time.monotonic() < until:  # a recovery may have ended it, or the run
+            with suppress(IndexError, psutil.Error):
+                found = psutil.Process(backend.pids()[self.chance.choice(self.ranks)])
+                found = self.chance.choice(found.children()) if self.processes else found
+                if found.status() != psutil.STATUS_ZOMBIE:
+                    found.kill()
+                    self.killed.append(found.pid)
+                    return
+            time.sleep(0.05)
 
     def join(self):
         for timer in self.timers:
@@ -91,7 +94,8 @@ def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, role):
     kills = Kills(RANKS.get(role, (3,)), range(1, STEPS), stream_id(role, 1), processes=role not in RANKS)
     survived(tmp_path, kills, STEPS, cluster=pools, reward={"pool": "score"})
     assert len(kills.killed) >= 20
-    assert sum("is new" in line for line in kills.messages) >= (10 if role in RANKS else 0), kills.messages
+    # several may die in one recovery
+    assert sum("is new" in line for line in kills.messages) >= (5 if role in RANKS else 0), kills.messages
 
 
 @pytest.fixture
