@@ -39,8 +39,8 @@ from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.errors import NonFiniteError
 from tilth.core.layout import Mesh
-from tilth.guard.checksums import compare
-from tilth.guard.spikes import FACTOR
+from tilth.flows.step_log import FACTOR
+from tilth.guard.snapshots import compare
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.checksums import GivenSums, digest, exact_sum

@@ -30,9 +30,8 @@ from typing import Any
 from driver import benchmark_parser, write_rows
 from hang_rank import work
 
-from tilth.guard.flight_recorder import parse
+from tilth.guard.flight_recorder import decode, parse
 from tilth.guard.localise import localise
-from tilth.guard.plain_pickle import decode
 
 KINDS = ("stop", "kill", "sleep", "gil", "missing", "shape")
 MESHES = [

@@ -4,9 +4,8 @@ import numpy as np
 
 from tests.engines.reference import check_blocks
 from tilth.engines.blocks import BlockManager
-from tilth.engines.prefill import PrefillJob
 from tilth.engines.request import Request, SamplingParams, SequenceState
-from tilth.engines.scheduler import Scheduler
+from tilth.engines.scheduler import PrefillJob, Scheduler
 
 
 def scheduler(blocks=100, rows=100):

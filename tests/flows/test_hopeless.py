@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.flows import tiny
 from tilth.config.load import load_recipe
 from tilth.core.batch import Batch
-from tilth.flows import hopeless
-from tilth.flows.hopeless import PATIENCE, counted, uncalled, warning
+from tilth.flows import step_log
+from tilth.flows.step_log import PATIENCE, counted, uncalled, warning
 from tilth.rl.algorithm import Algorithm
 from tilth.ui.report import write_report
 
@@ -86,7 +86,7 @@ def test_every_key_that_it_names_is_one():
 
 @pytest.mark.parametrize("how", ["nothing", pytest.param("prompts", marks=pytest.mark.slow)])
 def test_a_hopeless_run_warns_in_terminal_log_and_report_and_goes_on(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(hopeless, "PATIENCE", 4)
+    monkeypatch.setattr(step_log, "PATIENCE", 4)
     reward = (lambda p, c, i: 0.0) if how == "nothing" else (lambda p, c, i: float(p < "5"))
     watcher = tiny.Recorder()
     recipe = tiny.recipe(tmp_path, algorithm={"steps": 5}, supervised={"steps": 2}, data={"holdout": 0.0})
@@ -100,7 +100,7 @@ def test_a_hopeless_run_warns_in_terminal_log_and_report_and_goes_on(tmp_path, m
 
 @pytest.mark.slow
 def test_a_run_that_learns_is_silent_and_one_that_goes_on_counts_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(hopeless, "PATIENCE", 6)
+    monkeypatch.setattr(step_log, "PATIENCE", 6)
     silent = tiny.run(tiny.recipe(tmp_path / "a", algorithm={"steps": 7}, supervised={"steps": 1}))
     assert silent.summary["warnings"] == []
 

@@ -7,9 +7,8 @@ from tests.flows import tiny
 from tests.flows.stand_ins import Loader
 from tilth.core.batch import Batch
 from tilth.core.errors import LogprobMismatch
-from tilth.flows.hopeless import PATIENCE
 from tilth.flows.roles import Roles
-from tilth.flows.step_log import StepLog
+from tilth.flows.step_log import PATIENCE, StepLog
 from tilth.flows.weight_sync import SyncBounds
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric

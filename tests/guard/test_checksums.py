@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.parallel.layouts import Case, batch, engine_of, loss_of, rows_of, spread, weights
 from tilth.checkpoint.copies import bits
-from tilth.guard.checksums import compare, differing
+from tilth.guard.snapshots import compare, differing
 from tilth.roles.state import Learner
 
 HERE = "tests.guard.test_checksums:"

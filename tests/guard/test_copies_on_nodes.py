@@ -8,7 +8,7 @@ from tests.checkpoint.make import group_of
 from tests.checkpoint.saving import layouts, whole
 from tilth.checkpoint.memory import MemorySaver
 from tilth.cluster.backends.base import Copied
-from tilth.cluster.backends.scratch import Scratch
+from tilth.cluster.backends.ray_actors import Scratch
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Mesh
 from tilth.guard.snapshots import Snapshots

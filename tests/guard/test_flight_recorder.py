@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
-from tilth.guard import flight_recorder, plain_pickle
-from tilth.guard.flight_recorder import dump, parse, read_dumps
-from tilth.guard.plain_pickle import decode
+from tilth.guard import flight_recorder
+from tilth.guard.flight_recorder import decode, dump, parse, read_dumps
 
 ENTRY = {
     "record_id": 7, "pg_id": 1, "process_group": ("3", "mesh_tp"), "collective_seq_id": 4, "p2p_seq_id": 9, "op_id": 5,
@@ -187,7 +186,7 @@ def test_no_dump_takes_more_memory_or_time_than_its_values_may(bomb, monkeypatch
 def test_a_pickle_has_so_many_operations_and_no_more(monkeypatch):
     data = pickle.dumps([[], []])
     assert decode(data, "x") == [[], []]
-    monkeypatch.setattr(plain_pickle, "MOST", 4)
+    monkeypatch.setattr(flight_recorder, "MOST", 4)
     with raises(DataError, "x"):
         decode(data, "x")
 

@@ -15,9 +15,8 @@ from tilth.cluster.backends.base import Call
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.layout import Mesh
 from tilth.guard import health
-from tilth.guard.health import HealthWatch, read_health
+from tilth.guard.health import HealthWatch, ProcessSamples, local_rules, read_health
 from tilth.guard.recovery import Recovery
-from tilth.guard.samples import ProcessSamples, local_rules
 
 
 def until(condition):
@@ -98,7 +97,7 @@ def test_the_rank_that_differs_from_those_with_the_same_work_is_a_warning(tmp_pa
         pids=lambda: {rank: rank for rank in range(6)}, watch=SimpleNamespace(board=None),
         folder=SimpleNamespace(health=tmp_path / "health.json"),
     )  # fmt: skip
-    monkeypatch.setattr("tilth.guard.samples._read", read)
+    monkeypatch.setattr("tilth.guard.health._read", read)
     monkeypatch.setattr(health, "states", lambda board, pids: [])
     watch = HealthWatch(backend, tmp_path, lambda verdict: None, lambda: dict.fromkeys(range(5), 0) | {5: 1})
     monkeypatch.setattr(watch, "_seldom", lambda: [])

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from tilth.guard.health import ProcessSamples, local_rules
 from tilth.guard.odd_machines import MISSING, MetricRule, OddMachineRules, OddMachineWatch
-from tilth.guard.samples import ProcessSamples, local_rules
 
 WORK = """
 import os, sys, time

@@ -3,7 +3,7 @@
 import math
 import random
 
-from tilth.guard.spikes import LEAST, SpikeRule
+from tilth.flows.step_log import LEAST, SpikeRule
 
 
 def test_a_jump_is_reported_once_and_a_new_level_is_none():

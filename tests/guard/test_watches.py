@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tilth.guard.watches import GIB, MIB, ClockWatch, LeakWatch, ShareWatch, disks
+from tilth.guard.health import GIB, MIB, ClockWatch, LeakWatch, ShareWatch, disks
 
 
 def test_a_share_is_warned_of_once_until_there_is_room_again():

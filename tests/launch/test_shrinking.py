@@ -15,7 +15,7 @@ from tests.patience import patience
 from tilth.config.axes import AXES
 from tilth.config.load import all_differences, dump_toml, load_recipe
 from tilth.config.schema import LayoutConfig
-from tilth.launch.shrinking import ROWS, _fit, smaller
+from tilth.launch.hot_update import ROWS, _fit, smaller
 from tilth.runs.readers import read_metrics, read_state
 from tilth.runs.updates import RecipeChange, Update, read_updates, shrunk, tries
 

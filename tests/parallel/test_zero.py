@@ -25,7 +25,7 @@ from tests.parallel.test_training import apart, check_double, slow
 from tilth.checkpoint import Group, Saver, begin_save, commit_save, open_checkpoint
 from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
-from tilth.guard.checksums import compare, differing
+from tilth.guard.snapshots import compare, differing
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tilth.config.load import load_recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import Room
-from tilth.launch.fitting import check_fits
+from tilth.launch.build import check_fits
 from tilth.models.family import new_config
 from tilth.plan.fit import ENVIRONMENTS, EPISODE, SCORER, beside, places
 from tilth.plan.memory import BASE

@@ -9,9 +9,8 @@ import time
 import psutil
 import pytest
 
-from tilth.process.child import Child, PipedChild, death, finalize, how_ended
+from tilth.process.child import Child, ChildPool, PipedChild, death, finalize, how_ended, ready
 from tilth.process.output import OutputFile
-from tilth.process.pool import ChildPool, ready
 
 SLEEPS = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
 

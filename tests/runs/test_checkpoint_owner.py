@@ -13,9 +13,8 @@ from tests.errors import raises
 from tests.flows import tiny
 from tests.runs.test_identity import begun, given
 from tilth.core.errors import CheckpointError, ModelError, StorageError
-from tilth.runs.checkpoint_owner import MARK, original, take
 from tilth.runs.directory import RunDir
-from tilth.runs.model_refs import root_of
+from tilth.runs.model_refs import MARK, original, root_of, take
 from tilth.runs.readers import checkpoints_of
 
 
@@ -146,13 +145,13 @@ def test_one_that_was_made_just_before_a_kill_keeps_the_place(tmp_path, before):
 
 
 def test_a_store_that_does_not_answer_where_some_may_be(tmp_path, monkeypatch):
-    from tilth.runs import checkpoint_owner
+    from tilth.runs import model_refs
 
     def away(place):
         raise OSError(5, "gone", str(place))
 
     begun(tmp_path / "runs", run={"checkpoints": str(tmp_path / "first")})
-    monkeypatch.setattr(checkpoint_owner, "latest", away)
+    monkeypatch.setattr(model_refs, "latest", away)
     with raises(StorageError, "checkpoints"):
         RunDir.create(tiny.recipe(tmp_path / "runs"), "demo", given("data1"))
 

@@ -7,7 +7,7 @@ import pytest
 from tilth.core.errors import DataError
 from tilth.data.cache import CacheEntry
 from tilth.plan.costs import load_costs
-from tilth.runs.checkpoint_owner import MARK, original
+from tilth.runs.model_refs import MARK, original
 from tilth.runs.readers import ettr, ettr_curve, handovers, read_metrics, read_state
 from tilth.trace.clock_samples import read_rounds, rounds_path
 

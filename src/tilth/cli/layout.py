@@ -17,7 +17,7 @@ from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
-from tilth.launch.fitting import judged, resolved, rooms
+from tilth.launch.build import judged, resolved, rooms
 from tilth.launch.planning import HERE, described, described_models, generating, with_found_layouts
 from tilth.plan.fit import MemoryUse, places
 from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place

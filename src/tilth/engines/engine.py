@@ -23,13 +23,11 @@ from tilth.engines.grammar import Grammars
 from tilth.engines.lanes import LengthBucket, logit_changes
 from tilth.engines.lockstep import LockStep, check_divided, part_of
 from tilth.engines.options import EngineOptions
-from tilth.engines.prefill import PrefillBatch, PrefillJob
 from tilth.engines.protocol import EngineError, GenerationEngine
 from tilth.engines.request import Progress, Request, SamplingParams, SequenceState, TextScores
-from tilth.engines.runner import Runner
+from tilth.engines.runner import Runner, embedded, scored
 from tilth.engines.sampling import Rules, choose, choose_from, draws, log_softmax
-from tilth.engines.scheduler import Scheduler
-from tilth.engines.score import embedded, scored
+from tilth.engines.scheduler import PrefillBatch, PrefillJob, Scheduler
 from tilth.engines.stats import Stats
 from tilth.engines.suffix import SuffixDrafter
 from tilth.models.config import DecoderConfig

@@ -20,9 +20,8 @@ import psutil
 from tilth.core.errors import DataError, PluginError
 from tilth.envs.journal import Heard, ObservationJournal, Status
 from tilth.envs.process import Asked
-from tilth.process.child import PipedChild, death
+from tilth.process.child import ChildPool, PipedChild, death, ready
 from tilth.process.output import Prints
-from tilth.process.pool import ChildPool, ready
 from tilth.process.restarts import RestartPolicy
 
 START = 120.0

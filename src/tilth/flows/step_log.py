@@ -1,19 +1,26 @@
-"""Results of a step: metrics of its updates, its samples and warnings, and the line that commits it."""
+"""Results of a step: metrics of its updates, its samples, the line that commits it; warnings of jumps, and of steps
+without a learning signal, which can otherwise last for days."""
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.data.trajectories import TRAJECTORIES
-from tilth.flows import hopeless
+from tilth.flows.group_filters import has_spread
 from tilth.flows.reward_shaping import adapted
 from tilth.flows.roles import Roles
 from tilth.flows.weight_sync import SyncBounds, check_mismatch
-from tilth.guard.spikes import SpikeRule
 from tilth.rl.algorithm import Algorithm
+from tilth.rl.estimators import Advantage
 from tilth.rl.metrics import Metric
+from tilth.roles.experience import CALLS, CUT, is_right
 from tilth.roles.objective import NOT_FINITE
 from tilth.runs.directory import RunDir
 from tilth.runs.metrics import Metrics
@@ -106,12 +113,12 @@ class StepLog:
         state = self.state
         if self._writer is not None:
             self.sample = self._writer.add(sampled, state.step + 1)
-        state.flat = hopeless.counted(state.flat, sampled, self.algorithm.estimator, self.recipe.rollout.group)
-        if text := hopeless.warning(state.flat, sampled, self.recipe):
+        state.flat = counted(state.flat, sampled, self.algorithm.estimator, self.recipe.rollout.group)
+        if text := warning(state.flat, sampled, self.recipe):
             self.directory.warn(state.step + 1, text)
             self.say(text)
         if state.phase_step == 0:
-            self._warn(hopeless.uncalled(sampled, self.recipe.rollout.environment))
+            self._warn(uncalled(sampled, self.recipe.rollout.environment))
 
     def commit(self, phase_steps: int) -> dict[str, Any]:
         """Write the line of the step that ``state`` stands at and return it; phase_steps: length of the phase."""
@@ -119,3 +126,100 @@ class StepLog:
         return self.directory.commit_step(
             self.metrics.close(step=state.step, phase=state.phase, phase_step=state.phase_step, phase_steps=phase_steps)
         )
+
+
+# ---- jumps of a metric: several times its running median (ByteRobust, arXiv 2509.16293, section 4) ----
+
+FACTOR = 5.0
+PAST = 100
+"""Values that the median is of."""
+LEAST = 20
+"""Values before which nothing is a jump: a metric moves much while training begins."""
+
+
+class SpikeRule:
+    """Jumps of one metric. A row of jumps is reported once, and jumps count in the median: a new level ends them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._past: deque[float] = deque(maxlen=PAST)
+        self._high = False
+
+    def add(self, value: float) -> str:
+        """Add the next value; return a warning if a jump begins with it, else ""."""
+        if not math.isfinite(value):  # ``guard.on_nan`` decides about it
+            return ""
+        usual = median(self._past) if len(self._past) >= LEAST else math.inf
+        self._past.append(value)
+        before, self._high = self._high, value > FACTOR * usual > 0
+        if not self._high or before:
+            return ""
+        return (
+            f"{self.name} is {value:.3g}, {value / usual:.1f} times the median of the last {len(self._past) - 1} steps"
+        )
+
+
+# ---- consecutive steps without a learning signal ----
+
+PATIENCE = 20
+"""Consecutive steps without a learning signal before the warning."""
+MANY = 0.5
+"""Share of cut answers from which on the warning proposes a larger rollout.max_tokens."""
+
+
+def counted(before: Mapping[str, float], sampled: Batch, estimator: Advantage, group: int) -> dict[str, float]:
+    """Return the episode after one more step: number of steps, lowest and highest reward; {} if it has ended.
+
+    A step continues the episode if no two rewards of a group differ; for an estimator that learns from flat groups, if
+    all rewards of the episode are equal. A step without any reward changes nothing.
+    """
+    scored = sampled.select(~np.isnan(sampled["reward"]))
+    if not len(scored) or not estimator.reads_reward:
+        return dict(before)
+    low, high = float(scored["reward"].min()), float(scored["reward"].max())
+    joined = {
+        "steps": before.get("steps", 0.0) + 1,
+        "low": min(low, before.get("low", low)),
+        "high": max(high, before.get("high", high)),
+    }
+    if group > 1 and not estimator.flat_teaches:
+        return {} if has_spread(scored).any() else joined
+    if joined["low"] == joined["high"]:
+        return joined
+    return {"steps": 1.0, "low": low, "high": high} if low == high else {}
+
+
+def warning(episode: Mapping[str, float], sampled: Batch, recipe: Recipe) -> str:
+    """Return the warning after the ``PATIENCE``-th step of an episode, else ""."""
+    if episode.get("steps") != PATIENCE:
+        return ""
+    one, r = episode["low"] == episode["high"], recipe.rollout
+    same = f"every reward was {episode['low']:g}" if one else "all answers to a prompt earned the same reward"
+    tries = ["tilth reward try (can the reward tell a right answer from a wrong one?)"]
+    cut = float((sampled["finish"] == CUT).mean())
+    if cut >= MANY:
+        tries.append(f"a larger rollout.max_tokens={r.max_tokens} ({cut:.0%} of the answers are cut)")
+    if r.temperature < 1:
+        tries.append(f"a higher rollout.temperature={r.temperature:g}")
+    if r.group > 1:
+        tries.append(f"a larger rollout.group={r.group}")
+    if is_right(sampled).all():
+        tries.append("harder prompts (data.source)")
+    else:
+        warm = f"a longer warm-up (supervised.steps={recipe.supervised.steps})"
+        tries.append(warm if recipe.supervised.steps else "a warm-up on answers (supervised.steps)")
+        tries.append("easier prompts (data.source)")
+    return f"nothing can be learned from the last {PATIENCE} steps: {same}; the run goes on; try {'; '.join(tries)}"
+
+
+def uncalled(sampled: Batch, environment: str) -> str:
+    """Return the warning of a step whose prompts list tools that no answer calls, else ""."""
+    calls = sampled.rows.get(CALLS, np.empty(0))
+    calls = calls[~np.isnan(calls)]
+    if not len(calls) or calls.any():
+        return ""
+    return (
+        f"none of {len(calls)} answers calls a tool, though each prompt lists those of {environment}; a model that was "
+        f"fine-tuned without the list has never seen one: flow sft shows it with rollout.environment={environment}, or "
+        "with the column tools of its records (docs/agents.md)"
+    )

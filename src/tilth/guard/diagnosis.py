@@ -24,9 +24,8 @@ from tilth.cluster.controller.report import threads_of
 from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
-from tilth.guard.calls import aborted
 from tilth.guard.flight_recorder import FlightDump, dump, outside, parse
-from tilth.guard.localise import localise
+from tilth.guard.localise import aborted, localise
 from tilth.guard.stacks import aggregated, hosts
 from tilth.guard.stacks import parse as parse_stacks
 from tilth.guard.verdict import Verdict

@@ -9,12 +9,14 @@ import os
 import resource
 import shutil
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from tilth.cluster.backends.base import Probe
@@ -25,10 +27,8 @@ from tilth.cluster.backends.status import StatusBoard
 from tilth.core.clock import periodically
 from tilth.core.memory import host_memory
 from tilth.guard.diagnosis import place
-from tilth.guard.odd_machines import FEWEST, OddMachineWatch
-from tilth.guard.samples import ProcessSamples, local_rules
-from tilth.guard.verdict import Verdict
-from tilth.guard.watches import ClockWatch, LeakWatch, ShareWatch, disks
+from tilth.guard.odd_machines import FEWEST, MetricRule, OddMachineRules, OddMachineWatch, SampleTable, align
+from tilth.guard.verdict import Kind, Verdict
 
 EVERY = 1.0
 """Seconds between two looks."""
@@ -188,3 +188,213 @@ def read_health(session: str) -> dict[str, Any] | None:
         return facts | {"ranks": [before[row["rank"]] | row for row in now]}
     finally:
         board.close()
+
+
+# ---- samples of processes, for the detector of odd machines: one machine a rank ----
+
+PAGE, MIB = os.sysconf("SC_PAGE_SIZE"), 2**20
+ODD = 5.0
+"""Score of a process that is odd."""
+
+
+def local_rules() -> OddMachineRules:
+    """Return the rules for processes with the same work on this machine. They are not learned from runs.
+
+    A rank is odd if for two minutes it is five times as far from the others as they are from each other and the floor
+    together: by 0.5 cores, 0.5 s of waiting for a core each second, 5 % of the memory, 100 major faults a second, or
+    20 MiB/s, where the others are alike.
+    """
+    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * PAGE / MIB
+    limits = (
+        ("major faults/s", 1000.0, 20.0),
+        ("MiB resident", memory, 0.01 * memory),
+        ("MiB/s read and written", 4096.0, 4.0),
+        ("run-queue wait", 1.0, 0.1),
+        ("cores used", float(cores), 0.1),
+    )
+    return OddMachineRules(tuple(MetricRule(name, 0, high, floor / high, ODD) for name, high, floor in limits))
+
+
+class ProcessSamples:
+    """Sampler of processes by /proc. pids: rank -> process. Rates are of the time since the sample before.
+
+    kept: newest samples of a metric that are kept; None: all.
+    """
+
+    def __init__(self, pids: Mapping[int, int], kept: int | None = None) -> None:
+        self.pids, self.kept = dict(pids), kept
+        self._before = dict[int, tuple[float, dict[str, float]]]()
+        self.series: dict[str, dict[str, tuple[list[float], list[float]]]] = {
+            f"rank-{rank}": defaultdict(lambda: ([], [])) for rank in pids
+        }
+
+    def follow(self, pids: Mapping[int, int]) -> None:
+        """Sample these processes from now on; what a new one of a rank counts has begun anew."""
+        for rank, pid in pids.items():
+            if self.pids.get(rank) != pid:
+                self._before.pop(rank, None)
+                self.series[f"rank-{rank}"] = defaultdict(lambda: ([], []))
+        self.pids = dict(pids)
+
+    def newest(self, rank: int) -> dict[str, float]:
+        """Return the newest memory in bytes and cores in use of a rank, where they are known."""
+        names = {"memory": ("MiB resident", MIB), "cores": ("cores used", 1)}
+        series = self.series.get(f"rank-{rank}", {})
+        return {name: series[metric][1][-1] * unit for name, (metric, unit) in names.items() if metric in series}
+
+    def take(self, now: float) -> None:
+        """Read all processes. A process that has ended gives no sample, which is a sign too. now: seconds."""
+        for rank, pid in self.pids.items():
+            try:
+                counts, resident = _read(pid)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            at, last = self._before.get(rank, (now, counts))
+            self._before[rank] = now, counts
+            if now <= at:
+                continue
+            rates = {metric: max(0.0, counts[metric] - last[metric]) / (now - at) for metric in counts}
+            for metric, value in {**rates, "MiB resident": resident}.items():
+                times, values = self.series[f"rank-{rank}"][metric]
+                times.append(now)
+                values.append(value)
+                if self.kept is not None and len(times) > 2 * self.kept:
+                    del times[: -self.kept], values[: -self.kept]
+
+    def table(self, interval: float, groups: Mapping[int, int] | None = None) -> SampleTable:
+        """Return all samples so far on one clock. groups: rank -> number of its work; None: all have the same."""
+        machines = {f"rank-{rank}": rank for rank in self.pids}
+        series = {name: self.series[name] for name in machines}
+        of = {name: (groups or {}).get(rank, 0) for name, rank in machines.items()}
+        return align(series, interval, of, {name: (rank,) for name, rank in machines.items()})
+
+
+def _read(pid: int) -> tuple[dict[str, float], float]:
+    """Return counters of a process, in seconds, faults and MiB, and its resident MiB."""
+    folder, on_core, waited = Path(f"/proc/{pid}"), 0, 0
+    for task in (folder / "task").iterdir():
+        try:
+            nanoseconds = (task / "schedstat").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):  # a thread that ended
+            continue
+        on_core, waited = on_core + int(nanoseconds[0]), waited + int(nanoseconds[1])
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    moved = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
+    counts = {
+        "cores used": on_core / 1e9,
+        "run-queue wait": waited / 1e9,
+        "major faults/s": float(fields[9]),
+        "MiB/s read and written": (int(moved["rchar"]) + int(moved["wchar"])) / MIB,
+    }
+    return counts, int(fields[21]) * PAGE / MIB
+
+
+# ---- watches with a clear limit ----
+#
+# Each is given values now and then and returns a verdict once, and again only after what it warned of was over. A
+# verdict is a warning: no worker is replaced for it.
+
+GIB = 2**30
+
+
+@dataclass
+class ShareWatch:
+    """Warns when less than ``low`` of something is left, and anew after more than ``high`` was."""
+
+    kind: Kind
+    low: float = 0.05
+    high: float = 0.08
+    _told: set[str] = field(default_factory=set)
+
+    def take(self, name: str, left: float, whole: float, text: str, ranks: tuple[int, ...] = ()) -> Verdict | None:
+        """Return the verdict on what is left. text: of the evidence, after the name."""
+        share = left / whole if whole > 0 else 1.0
+        if share > self.high:
+            self._told.discard(name)
+        if share >= self.low or name in self._told:
+            return None
+        self._told.add(name)
+        return Verdict(self.kind, ranks, f"{name} {text}", {"name": name, "left": left, "of": whole})
+
+
+@dataclass
+class LeakWatch:
+    """Warns when the memory of a process grows all the time, and would reach the limit within ``horizon`` seconds.
+
+    A leak grows in each part of the window; a run that starts, evaluates or saves grows in some of them.
+    """
+
+    window: float = 300.0
+    parts: int = 6
+    least: float = 64 * MIB
+    """Bytes by which it must have grown within the window."""
+    horizon: float = 3600.0
+    _past: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
+    _told: set[int] = field(default_factory=set)
+
+    def take(self, now: float, rank: int, resident: float, left: float) -> Verdict | None:
+        """Return the verdict on one process. resident, left: bytes that it has, and that the machine has left."""
+        past = self._past.setdefault(rank, deque())
+        if past and now - past[-1][0] > self.window / self.parts:  # a gap: its growth is not known
+            past.clear()
+        past.append((now, resident))
+        while past[0][0] < now - self.window:
+            past.popleft()
+        if now - past[0][0] < 0.95 * self.window:
+            return None
+        levels = self._levels(now, past)
+        slope = float(levels[-1] - levels[0]) / (self.window * (self.parts - 1) / self.parts)
+        grows = bool((np.diff(levels) > 0).all()) and levels[-1] - levels[0] >= self.least
+        if not grows or slope * self.horizon < left:
+            if not grows:
+                self._told.discard(rank)
+            return None
+        if rank in self._told:
+            return None
+        self._told.add(rank)
+        minutes = left / slope / 60
+        evidence = (
+            f"rank {rank} grows by {slope * 60 / MIB:.0f} MiB a minute and has {resident / GIB:.2f} GiB; the machine "
+            f"has {left / GIB:.2f} GiB left, for {minutes:.0f} minutes"
+        )
+        return Verdict("leak", (rank,), evidence, {"slope": slope, "resident": int(resident), "left": int(left)})
+
+    def forget(self, rank: int) -> None:
+        """Forget a process that was replaced."""
+        self._past.pop(rank, None)
+        self._told.discard(rank)
+
+    def _levels(self, now: float, past: deque[tuple[float, float]]) -> np.ndarray:
+        """Return the median of each part of the window."""
+        times, values = np.array(past).T
+        part = np.clip(((times - (now - self.window)) / self.window * self.parts).astype(int), 0, self.parts - 1)
+        return np.array([np.median(values[part == i]) if (part == i).any() else np.nan for i in range(self.parts)])
+
+
+@dataclass
+class ClockWatch:
+    """Warns when the wall clock moves against the monotonic one by more than ``most`` seconds between two looks."""
+
+    most: float = 1.0
+    _offset: float | None = None
+
+    def take(self, monotonic: float, wall: float) -> Verdict | None:
+        """Return the verdict on both clocks, in seconds."""
+        before, self._offset = self._offset, wall - monotonic
+        if before is None or abs(jump := self._offset - before) <= self.most:
+            return None
+        way = "forward" if jump > 0 else "back"
+        evidence = (
+            f"the clock of this machine jumped {way} by {abs(jump):.1f} s; times in logs and files are off by that"
+        )
+        return Verdict("clock", (), evidence, {"jump": jump})
+
+
+def disks(free: Mapping[str, tuple[float, float]], watch: ShareWatch) -> list[Verdict]:
+    """Return the verdicts on disks. free: place -> bytes left, bytes in all."""
+    found = [
+        watch.take(place, left, whole, f"is nearly full: {left / GIB:.2f} GiB of {whole / GIB:.1f} GiB are left")
+        for place, (left, whole) in free.items()
+    ]
+    return [one for one in found if one is not None]

@@ -21,8 +21,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import make_folder, writing
 from tilth.flows.callbacks import Callback, RunView
-from tilth.launch.build import CACHE, RunParts
-from tilth.launch.fitting import resolved
+from tilth.launch.build import CACHE, RunParts, resolved
 from tilth.models.config import DecoderConfig
 from tilth.plan.cost_fit import error, fit_compute
 from tilth.plan.costs import LEARN, Compute, Costs, Error, as_dict, load_costs, save_costs

@@ -12,7 +12,7 @@ from tilth.config.parts import LayoutConfig
 from tilth.config.schema import Recipe
 from tilth.core.layout import Mesh
 from tilth.launch.balance_costs import CACHED, cached
-from tilth.launch.fitting import resolved
+from tilth.launch.build import resolved
 from tilth.launch.planning import published
 from tilth.models.config import DecoderConfig
 from tilth.plan.batch import RankLoad, RowCosts

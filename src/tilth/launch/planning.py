@@ -24,8 +24,7 @@ from tilth.data.prompts import PromptSet
 from tilth.data.records import wholes_of
 from tilth.data.template import data_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.launch.build import Dataset, PretrainTexts
-from tilth.launch.fitting import resolved
+from tilth.launch.build import Dataset, PretrainTexts, resolved
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hf import read_config

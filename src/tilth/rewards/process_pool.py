@@ -26,9 +26,8 @@ import cloudpickle
 
 from tilth.core.errors import RewardError
 from tilth.process.by_value import dumps
-from tilth.process.child import PipedChild, death
+from tilth.process.child import ChildPool, PipedChild, death, ready
 from tilth.process.output import Prints
-from tilth.process.pool import ChildPool, ready
 from tilth.rewards.functions import Reward, describe, is_importable, load_reward, member_names
 from tilth.rewards.process import ScoringProgress
 

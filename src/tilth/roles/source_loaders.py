@@ -26,8 +26,7 @@ from tilth.data.computed import Source, has_media
 from tilth.data.samples import Kind, LoadedSample
 from tilth.plan.loaders import Shares
 from tilth.process.by_value import dumps
-from tilth.process.child import PipedChild, finalize, how_ended
-from tilth.process.pool import ChildPool, ready
+from tilth.process.child import ChildPool, PipedChild, finalize, how_ended, ready
 from tilth.process.restarts import RestartPolicy
 from tilth.roles.source_loader import LoaderSettings, Places
 

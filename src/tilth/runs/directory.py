@@ -384,7 +384,7 @@ class RunDir:
         """Return the fields of run.json for a new attempt."""
         now, place = utc_now(), _place(self.recipe, self.path, before)
         if place:
-            from tilth.runs.checkpoint_owner import take  # imports torch, which readers do not need
+            from tilth.runs.model_refs import take  # imports torch, which readers do not need
 
             take(self.path, place, fresh=place != before.get("checkpoints"))
         silent = {"state": "interrupted", "why": self.before}
@@ -454,7 +454,7 @@ def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
 
     It never changes once it has a checkpoint, even one that a kill kept out of run.json. StorageError.
     """
-    from tilth.runs.checkpoint_owner import holds_some  # imports torch, which readers do not need
+    from tilth.runs.model_refs import holds_some  # imports torch, which readers do not need
 
     given, known = recipe.run.checkpoints.rstrip("/"), before.get("checkpoints", "")
     wanted = given if "://" in given or not given else str(Path(given).resolve())

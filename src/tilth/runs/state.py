@@ -49,7 +49,7 @@ class RunState:
     event: int = 0
     """Number of the last event of these steps in the log (``runs.events``)."""
     flat: dict[str, float] = field(default_factory=dict)
-    """Consecutive steps without a learning signal (``hopeless.counted``)."""
+    """Consecutive steps without a learning signal (``step_log.counted``)."""
     weights: dict[str, float] = field(default_factory=dict)
     """Key of [algorithm] -> current value of an adapted weight, with what its adaptation depends on."""
 

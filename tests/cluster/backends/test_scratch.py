@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
-from tilth.cluster.backends import scratch
-from tilth.cluster.backends.scratch import Scratch
+from tilth.cluster.backends import ray_actors as scratch
+from tilth.cluster.backends.ray_actors import Scratch
 from tilth.core.errors import StorageError
 
 

@@ -15,9 +15,8 @@ from tilth.analysis.align import Known
 from tilth.analysis.events import load
 from tilth.analysis.read import read_events
 from tilth.cluster.backends.base import Call, Reply
-from tilth.cluster.controller import clocks as clocks_module
-from tilth.cluster.controller.clocks import FEW, MANY, Clocks
-from tilth.cluster.controller.cluster import Cluster, open_cluster
+from tilth.cluster.controller import cluster as clocks_module
+from tilth.cluster.controller.cluster import FEW, MANY, Clocks, Cluster, open_cluster
 from tilth.cluster.controller.dispatch import Dispatch
 from tilth.core.errors import WorkerLost
 from tilth.core.layout import Mesh

@@ -12,8 +12,7 @@ from tilth.cluster.backends.base import Call, Failure, PickledKwargs, Probe, Rep
 from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.controller import dispatch
 from tilth.cluster.controller.cluster import Cluster
-from tilth.cluster.controller.dispatch import KEEP, Dispatch
-from tilth.cluster.controller.totals import Totals, together
+from tilth.cluster.controller.dispatch import KEEP, Dispatch, Totals, together
 from tilth.cluster.protocol import Transfer
 from tilth.cluster.worker.executor import failure
 from tilth.core.batch import Jagged

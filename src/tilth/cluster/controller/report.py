@@ -11,10 +11,9 @@ from tilth.core.errors import CallTimeout
 FRAMES = 6
 """Innermost frames of the main thread shown for a rank that is not late."""
 _IDLE = re.compile(
-    r'/cluster/worker/local_worker\.py", line \d+ in _receive$'
+    r'/cluster/worker/local_worker\.py", line \d+ in (?:_receive|run)$'
     r'|/socketserver\.py", line \d+ in serve_forever$'
     r'|/trace/spans\.py", line \d+ in _run$'
-    r'|/cluster/worker/life\.py", line \d+ in run$'
     r'|\A  File "[^"]*/concurrent/futures/thread\.py", line \d+ in _worker$',
     re.MULTILINE,
 )
