@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tilth_studies.drill import HOUR, inject, pid_of, session_of
 
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.config.imports import end_uncollected, uncollected
-from tilth.guard.inject import HOUR, inject, pid_of, session_of
 
 with uncollected():
     from tilth.api import run_recipe

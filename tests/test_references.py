@@ -10,7 +10,7 @@ import pytest
 from tilth.config.roles import ROLES
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilth"
-REFERENCE = re.compile(r"""(["'])(tilth(?:\.\w+)+:\w+(?:\.\w+)*)\1""")
+REFERENCE = re.compile(r"""(["'])(tilth(?:_studies)?(?:\.\w+)+:\w+(?:\.\w+)*)\1""")
 
 
 def references(source: str) -> set[str]:

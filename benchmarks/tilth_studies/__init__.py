@@ -1,1 +1,1 @@
-"""Studies beside the product: foreign traces of stragglers, and training time under recorded faults of nodes."""
+"""Studies, simulators and drills: commands beside a run, which the installation brings too."""

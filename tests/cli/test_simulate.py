@@ -4,6 +4,8 @@ import json
 
 import pyarrow as pa
 import pytest
+from tilth_studies import rollout_simulation as study
+from tilth_studies.rollout_simulation import read_lengths, simulated
 from typer.testing import CliRunner
 
 from tests.errors import raises
@@ -11,8 +13,6 @@ from tilth.cli.main import app
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError, PlanError, RecipeError
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
-from tilth.launch import simulated as study
-from tilth.launch.simulated import read_lengths, simulated
 from tilth.plan.asynchrony import modes
 from tilth.plan.devices import DEVICES
 

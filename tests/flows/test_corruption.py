@@ -1,10 +1,10 @@
 """A bit that flips on one worker is found at the end of the step, and the run ends as if it had not."""
 
 import pytest
+from tilth_studies.drill import inject
 
 from tests.flows import tiny
 from tests.launch.test_survive import FSDP, LOCAL, assert_same_run, recoveries
-from tilth.guard.inject import inject
 
 pytestmark = pytest.mark.dist
 FLIPS = """

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from tilth_studies.drill import inject
 from typer.testing import CliRunner
 
 from tests.config.test_plugins import forget
@@ -14,7 +15,6 @@ from tilth.cli.main import app
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError
 from tilth.flows.callbacks import Callback
-from tilth.guard.inject import inject
 from tilth.launch.replay import _copied, replay, shrunk
 from tilth.runs.costs import COSTS, OFFLOAD
 from tilth.runs.loaders import LOADERS

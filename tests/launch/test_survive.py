@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tilth_studies.drill import inject
 
 from tests.flows import tiny
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import WorkerLost
 from tilth.core.layout import Mesh
 from tilth.flows.callbacks import Callback
-from tilth.guard.inject import inject
 from tilth.launch.survive import Survival, _named
 from tilth.runs.directory import RECOVERIES
 from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise

@@ -590,7 +590,7 @@ class DoctorCommand(NamedTuple):
 simulation = group("simulate", "Predict by simulation.")
 
 
-@command("rollout", "simulate:rollout", simulation)
+@command("rollout", "studies.rollout_simulation:rollout", simulation)
 class SimulateRolloutCommand(NamedTuple):
     """Compare synchronous and asynchronous rollouts of a recipe: speed, staleness, idle time.
 
@@ -617,7 +617,7 @@ class SimulateRolloutCommand(NamedTuple):
 guard = group("guard", "Find who stopped, slowed or falsified a job.")
 
 
-@command("inject", "guard:drill", guard)
+@command("inject", "studies.drill:drill", guard)
 class GuardInjectCommand(NamedTuple):
     """Let a fault happen to a worker of one's own active run on this machine, as a drill.
 

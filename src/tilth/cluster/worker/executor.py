@@ -27,7 +27,7 @@ from tilth.trace.clock_samples import Origin, origin
 from tilth.trace.collector import collector
 from tilth.trace.spans import NOWHERE, Where, recorder, span
 
-OWN = {"inject": "tilth.guard.strike:strike", "recorder": "tilth.guard.diagnosis:recorded"}
+OWN = {"inject": "tilth_studies.strike:strike", "recorder": "tilth.guard.diagnosis:recorded"}
 """Control messages to the worker itself; what answers them is imported only when it is asked for."""
 REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN

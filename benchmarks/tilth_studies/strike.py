@@ -22,10 +22,10 @@ from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.protocol import offered
 from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import DataError
-from tilth.guard.inject import HOUR, PAUSE, SLOWER, named
 from tilth.roles.state import Learner
 from tilth.trace.ops import declared
 from tilth.trace.spans import span
+from tilth_studies.drill import HOUR, PAUSE, SLOWER, named
 
 _FOREVER = 1 << 20
 _MOST = 1 << 52
@@ -198,4 +198,4 @@ STRIKES: Mapping[str, Callable[[Executor], None]] = {
     "flip-gradient": _flip(_gradient), "block": _block, "pause": _pause, "slow": _slow, "collective": _call_alone,
     "clock": _change_clock, "disk-full": _no_disk, "files": _no_files, "oom": _exhaust,
 }  # fmt: skip
-"""What a fault of ``guard.inject.FAULTS`` does in the thread that executes calls."""
+"""What a fault of ``drill.FAULTS`` does in the thread that executes calls."""

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from tilth_studies import drill as inject
+from tilth_studies import strike
 from typer.testing import CliRunner
 
 from tests.errors import raises
@@ -19,7 +21,6 @@ from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import FolderStore
 from tilth.core.errors import DataError, WorkerLost
 from tilth.flows.callbacks import Callback
-from tilth.guard import inject, strike
 from tilth.parallel.dims import ParallelDims
 from tilth.roles.state import Learner
 from tilth.runs.directory import RECOVERIES, RunDir

@@ -1,23 +1,27 @@
-"""Faults for drills on one's own running cluster: made from another process here, inside a worker in ``guard.strike``.
+"""``tilth guard inject``: faults for drills on one's own running cluster, made here from another process.
 
-Nothing of it is in a run that nobody asks.
+Those inside a worker are in ``strike``. Nothing of it is in a run that nobody asks.
 """
 
+import json
 import os
 import re
 import signal
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tilth.cli.main import GuardInjectCommand
 from tilth.cluster.backends.control import ask
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.status import SLOT
 from tilth.core.errors import DataError, WorkerLost
+from tilth.runs.readers import read_state, supervised
 from tilth.trace.ops import kind as kind_of
 
 CALL = "call"
@@ -120,3 +124,30 @@ FAULTS: Mapping[str, Fault] = {
     "oom": Fault("an allocation that no machine has room for"),
 }
 """Kinds of faults by name."""
+
+
+# ---- the command ----
+
+
+def drill(options: GuardInjectCommand) -> None:
+    """Let a fault happen to a worker of an active run of this machine. DataError if the run is none."""
+    run, kind, rank = options.run, options.kind, options.rank
+    named(kind)
+    _controller(run)
+    time.sleep(options.after)
+    pid = inject(session_of(_controller(run)), kind, rank, options.at)
+    found = {"kind": kind, "rank": rank, "pid": pid, "time": time.time()}
+    print(json.dumps(found) if options.as_json else f"{kind}: rank {rank}, process {pid}")
+
+
+def _controller(run: Path) -> int:
+    """Return the process of a run that is active on this machine. DataError for any other."""
+    state = read_state(run)
+    if state["state"] != "running":
+        again = "; its next controller begins: ask again in some seconds" if supervised(state) else ""
+        message = f"{run} is {state['state']}: a fault can only happen to an active run{again}"
+        raise DataError(message, key="run.json.state")
+    if state.get("host") != os.uname().nodename:
+        message = f"{run} is active on {state.get('host')!r}; a drill happens on the run's own machine"
+        raise DataError(message, key="run.json.host")
+    return int(state["pid"])
