@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tilth.core.layout import Mesh
-from tilth.guard.stacks import aggregated, grouped, hosts, parse, shared_group, slow
+from tilth.guard.stacks import aggregated, hosts, main_thread, shared_group
 
 FRAMES = {
     "sync": 'File "/venv/torch/distributed/distributed_c10d.py", line 3128 in all_reduce',
@@ -38,7 +38,7 @@ Current thread 0x00007fff{line:04x} (most recent call first):
 
 
 def ranks(places):
-    return [parse(text(place, 10 + rank), rank) for rank, place in enumerate(places)]
+    return {rank: main_thread(text(place, 10 + rank)) for rank, place in enumerate(places)}
 
 
 def test_the_worked_case_of_byterobust():
@@ -62,42 +62,12 @@ def test_no_majority_names_nobody():
     found = aggregated(ranks(["sync", "sync", "work", "irecv"]), mesh)
     assert found.ranks == () and found.details["groups"]
     assert aggregated(ranks(["sync"] * 4), mesh) is None
-    assert aggregated([parse("", rank) for rank in range(4)], mesh).ranks == ()  # no stack is no healthy stack
+    assert aggregated(dict.fromkeys(range(4), main_thread("")), mesh).ranks == ()  # no stack is no healthy stack
 
 
 def test_a_rank_without_a_stack_is_an_outlier():
-    stacks = [*ranks(["sync"] * 3), parse("", 3)]
+    stacks = ranks(["sync"] * 3) | {3: main_thread("")}
     assert aggregated(stacks, Mesh(("dp",), (4,))).ranks == (3,)
-
-
-def test_roles_are_compared_on_their_own():
-    stacks = ranks(["sync"] * 4) + [parse(text("work"), rank, "loader") for rank in range(4)]
-    assert aggregated(stacks, Mesh(("dp",), (4,))) is None
-    stacks += [parse(text("gather"), 2, "loader")]  # the second loader of rank 2
-    assert aggregated(stacks, Mesh(("dp",), (4,))).ranks == (2,)
-
-
-PY_SPY = """Process 4711: python train.py
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 4711 (idle): "MainThread"
-    all_reduce (torch/distributed/distributed_c10d.py:3128)
-    step (/home/node3/app/train.py:41)
-    <module> (/home/node3/app/train.py:3)
-Thread 4730 (idle): "QueueFeeder"
-    wait (threading.py:327)
-"""
-
-
-def test_py_spy_and_faulthandler_give_the_same_main_thread():
-    assert parse(PY_SPY, 0).threads[-1] == parse(text("sync"), 0).threads[-1]
-    assert len(parse(PY_SPY, 0).threads) == 2
-
-
-def test_all_threads_can_be_compared():
-    one, other = text("sync"), text("sync").replace("in wait", "in join")
-    stacks = [parse(one, 0), parse(one, 1), parse(other, 2)]
-    assert grouped(stacks)[0].outliers == () and grouped(stacks, threads=True)[0].outliers == (2,)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
@@ -115,82 +85,40 @@ def test_the_shared_group_has_all_outliers_and_no_smaller_one_does(dp, pp, tp, d
     assert len(odd) == 1 or all(len({mesh.at(r)[n] for r in odd}) > 1 for n in names)
 
 
-def test_a_slow_rank_is_accused_most_often():
-    mesh = Mesh(("dp", "tp"), (4, 2))
-    rounds = []
-    for i in range(5):
-        places = ["sync"] * 8
-        places[5] = "work" if i != 2 else "sync"
-        if i in (2, 4):
-            places[i] = "irecv"  # another rank, by chance
-        rounds.append(ranks(places))
-    found = slow(rounds, mesh)
-    assert found.kind == "slow" and found.ranks == (5,) and found.details["group"] == [4, 5]
-    assert slow([ranks(["sync"] * 8)] * 5, mesh) is None
-    tie = [ranks(["work", *["sync"] * 7]), ranks([*["sync"] * 7, "work"])]
-    assert slow(tie, mesh) is None
-    line = [ranks(["work", "sync", "sync"])] * 3  # one axis: the group would be everybody
-    assert slow(line, Mesh(("dp",), (3,))).ranks == (0,)
-
-
 STALLED = """
-import faulthandler, multiprocessing, signal, sys, threading, time
-def show(path):
-    faulthandler.register(signal.SIGUSR1, file=open(path, "w"), all_threads=True)
-def loader(path):
-    show(path)
-    read_shard() if sys.argv[2] == "loader" else next_batch()
-def read_shard(): time.sleep(100)
-def next_batch(): time.sleep(100)
+import faulthandler, signal, sys, time
+faulthandler.register(signal.SIGUSR1, file=open(sys.argv[1], "w"), all_threads=True)
 def wait_for_ranks(): time.sleep(100)
 def compute(): time.sleep(100)
-if __name__ == "__main__":
-    show(sys.argv[1])
-    child = multiprocessing.get_context("fork").Process(target=loader, args=(sys.argv[1] + "-loader",), daemon=True)
-    child.start()
-    print(child.pid, flush=True)
-    compute() if sys.argv[2] == "trainer" else wait_for_ranks()
+compute() if sys.argv[2] == "stalled" else wait_for_ranks()
 """
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("stalled", ["trainer", "loader"])
-def test_real_stacks_of_stalled_processes(tmp_path, stalled):
-    """Four ranks with a loader each; rank 2 is elsewhere, in the trainer or in the loader's process."""
+def test_real_stacks_of_a_stalled_process(tmp_path):
     (tmp_path / "job.py").write_text(STALLED)
-    where = lambda rank: stalled if rank == 2 else "-"  # noqa: E731
     command = [sys.executable, "-S", str(tmp_path / "job.py")]
-    jobs = [subprocess.Popen([*command, tmp_path / str(r), where(r)], stdout=subprocess.PIPE) for r in range(4)]
+    jobs = [subprocess.Popen([*command, tmp_path / str(r), "stalled" if r == 2 else "-"]) for r in range(4)]
     try:
-        loaders = [int(job.stdout.readline()) for job in jobs]
-        stacks = []
-        for rank, job in enumerate(jobs):
-            stacks.append(parse(shown(job.pid, tmp_path / str(rank)), rank))
-            stacks.append(parse(shown(loaders[rank], tmp_path / f"{rank}-loader"), rank, "loader"))
+        stacks = {rank: main_thread(shown(job.pid, tmp_path / str(rank))) for rank, job in enumerate(jobs)}
     finally:
         for job in jobs:
-            job.kill()  # its daemon loader is killed below: a killed parent cannot
+            job.kill()
             job.wait()
-            job.stdout.close()
-        for pid in loaders:
-            os.kill(pid, signal.SIGKILL)
     found = aggregated(stacks, Mesh(("dp", "tp"), (2, 2)))
-    assert found.ranks == (2,) and found.evidence.startswith(f"{stalled}: rank 2 in ")
+    assert found.ranks == (2,) and found.evidence.startswith("rank 2 in ")
 
 
 def shown(pid, path):
-    """Stacks of a process that sleeps in its place, once they have two frames of this script."""
+    """Stacks of a process that sleeps in its place."""
     until = time.monotonic() + 20
     while True:
-        if path.exists():
+        if path.exists():  # its handler is there
             os.kill(pid, signal.SIGUSR1)
             time.sleep(0.1)
-            if "sleep" in (text := path.read_text()) or text.count("job.py") > 1:
-                last = text.rsplit("Current thread", 1)[-1]
-                if "line 6 in loader" not in last.splitlines()[1:2] and any(
-                    name in last for name in ("read_shard", "next_batch", "wait_for_ranks", "compute")
-                ):
-                    return "Current thread" + last
+            last = path.read_text().rsplit("Current thread", 1)[-1]
+            if "wait_for_ranks" in last or "compute" in last:
+                return "Current thread" + last
         assert time.monotonic() < until, "the process does not get to its place"
         time.sleep(0.05)
 
@@ -199,5 +127,5 @@ def test_faulthandler_of_this_process_is_read(tmp_path):
     with (tmp_path / "stack").open("w+") as file:
         faulthandler.dump_traceback(file=file)
         file.seek(0)
-        frames = parse(file.read(), 0).threads[-1]
+        frames = main_thread(file.read())
     assert frames[0] == "guard/test_stacks.py:test_faulthandler_of_this_process_is_read"

@@ -26,8 +26,7 @@ from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, W
 from tilth.core.layout import Mesh
 from tilth.guard.flight_recorder import FlightDump, dump, outside, parse
 from tilth.guard.localise import aborted, localise
-from tilth.guard.stacks import aggregated, hosts
-from tilth.guard.stacks import parse as parse_stacks
+from tilth.guard.stacks import aggregated, hosts, main_thread
 from tilth.guard.verdict import Verdict
 from tilth.trace.ops import kind as kind_of
 
@@ -277,6 +276,6 @@ def _shared(found: HangReport, meshes: Mapping[str, Mesh]) -> str:
     if not meshes:
         return ""
     mesh = max(meshes.values(), key=len)
-    stacks = [parse_stacks(found.probes[rank].stack, rank) for rank in mesh.ranks if rank in found.probes]
+    stacks = {rank: main_thread(found.probes[rank].stack) for rank in mesh.ranks if rank in found.probes}
     odd = aggregated(stacks, mesh) if len(stacks) == len(mesh) > 1 else None
     return odd.evidence if odd is not None else ""
