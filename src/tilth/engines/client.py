@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from tilth.cluster.controller.cluster import Cluster
-from tilth.cluster.controller.dispatch import KEEP
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import CallTimeout, OutOfMemory, TilthError, WorkerError, WorkerLost
@@ -85,7 +84,7 @@ class EngineClient:
         self._fruitless = 0
         self._ids = itertools.count()
         self._closing = False
-        cluster.dispatch.policy = KEEP
+        cluster.dispatch.keep = True
         cluster.watch(HANG, keep=True)
         try:
             self.group: WorkerGroup = cluster.group("serve", factory, {"make": make, **more})

@@ -25,7 +25,7 @@ from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.guard.flight_recorder import FlightDump, dump, outside, parse
-from tilth.guard.localise import aborted, localise
+from tilth.guard.localise import aborted, few, localise
 from tilth.guard.stacks import aggregated, hosts, main_thread
 from tilth.guard.verdict import Verdict
 from tilth.trace.ops import kind as kind_of
@@ -168,7 +168,7 @@ def explained(found: HangReport, named: Sequence[int], meshes: Mapping[str, Mesh
     elif blamed is not None:
         details["recorders"] = blamed.evidence
     sentences += [
-        f"rank{'s' * (len(some) > 1)} {_few(some)} wait{'s' * (len(some) == 1)} in {at}" for at, some in waiting
+        f"rank{'s' * (len(some) > 1)} {few(some)} wait{'s' * (len(some) == 1)} in {at}" for at, some in waiting
     ]
     if shared := _shared(found, meshes):
         details["stacks"] = shared
@@ -265,10 +265,6 @@ def _collective(rank: int, one: FlightDump | None, probe: Probe | None) -> str:
     if probe is not None and probe.spans:
         return place(probe) if kind_of(probe.spans[-1][0]) == "communication" else f"a collective of {place(probe)}"
     return "a collective"
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _shared(found: HangReport, meshes: Mapping[str, Mesh]) -> str:

@@ -10,8 +10,8 @@ whose other side is s. Culprits are those for whom others wait and who wait for 
 Where nobody is left, or one number of a group has two calls, ranks called different collectives.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -38,25 +38,25 @@ class _Waits:
 
     def held_by(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that wait for one of these, directly or through others."""
-        behind = dict[int, list[int]]()
+        behind = defaultdict[int, list[int]](list)
         for rank, others in self.edges.items():
             for other in others:
-                behind.setdefault(other, []).append(rank)
-        found, todo = set[int](), list(ranks)
-        while todo:
-            more = set(behind.get(todo.pop(), ())) - found
-            found |= more
-            todo.extend(more)
-        return sorted(found)
+                behind[other].append(rank)
+        return sorted(_reached(behind, ranks))
 
     def reached(self, rank: int) -> set[int]:
         """Ranks for which this one waits, directly or through others."""
-        found, todo = set[int](), [rank]
-        while todo:
-            more = set(self.edges.get(todo.pop(), ())) - found
-            found |= more
-            todo.extend(more)
-        return found
+        return _reached(self.edges, [rank])
+
+
+def _reached(edges: Mapping[int, Iterable[int]], ranks: Iterable[int]) -> set[int]:
+    """Return the ranks to which edges lead from these, directly or through others."""
+    found, todo = set[int](), list(ranks)
+    while todo:
+        more = set(edges.get(todo.pop(), ())) - found
+        found |= more
+        todo.extend(more)
+    return found
 
 
 def localise(
@@ -200,14 +200,15 @@ def _row(dumps: Mapping[int, FlightDump], waits: _Waits, rank: int, rule: str) -
         "B": f"rank {rank} waits for nobody" + (f" and has not come to {what}" if name else ""),
         "C": f"rank {rank} gave no dump" + (f"; {what} is not complete" if name else ""),
     }
-    waiting = f"; rank{'s' * (len(on) > 1)} {_few(on)} wait{'s' * (len(on) == 1)}" if on else ""
+    waiting = f"; rank{'s' * (len(on) > 1)} {few(on)} wait{'s' * (len(on) == 1)}" if on else ""
     sentence = sentences[rule] + waiting + (f" at {sites[0]}" if sites else "")
     own = f"{last.op} {last.seq} of group {_title(dumps, last.group)} {last.site}".strip() if last else ""
     found = {"rule": rule, "group": name, "seq": seq, "waiting": on, "sites": sites, "last": own}
     return {**found, "sentence": sentence}
 
 
-def _few(ranks: list[int]) -> str:
+def few(ranks: Sequence[int]) -> str:
+    """Return the first ranks as text, and how many there are."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 

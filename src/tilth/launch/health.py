@@ -64,7 +64,11 @@ class RunHealth(Callback):
         self._step = run.state.step
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Log what was found since the last step, and a limit of hangs that is not far from what is healthy."""
+        """Log what was found since the last step, and a limit of hangs that is not far from what is healthy.
+
+        Clocks are compared here, so that a worker that is lost loses no earlier comparison.
+        """
+        self._cluster.compare_clocks()
         self._step = step
         self._compare(run, metrics)
         stood, call = self._dispatch.longest

@@ -37,7 +37,7 @@ from tilth.data.template import template_files
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.envs.process import file_of
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
-from tilth.flows.callbacks import Callback, RunView, notify
+from tilth.flows.callbacks import Callback, notify
 from tilth.flows.contamination import count_seen
 from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.policy_gradient import policy_gradient
@@ -72,17 +72,6 @@ from tilth.runs.signals import HandOver, Interrupted, StopRequest
 from tilth.runs.trust import remember
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
-
-
-class _Clocks(Callback):
-    """Compare the workers' clocks between two steps, so that a lost worker loses no earlier comparison."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Compare the clocks; the cluster does it once more at its end."""
-        self._cluster.compare_clocks()
 
 
 @contextmanager
@@ -212,9 +201,9 @@ def _train(
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
         updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins, cluster.has_room)
         plans = [LoaderPlans(parts)] if parts.recipe.data.loaders else []
-        watches = [_Clocks(cluster), health, survival, CostFits(parts, cluster), *plans, *callbacks, profiling]
-        make = partial(_run, parts, cluster, directory, watches, stop, say, survival.snapshots)
-        life = LifeOfRun(lambda: _watched(make(), updates), survival, profiling, updates, handed)
+        watches = [health, survival, CostFits(parts, cluster), *plans, *callbacks, profiling]
+        make = partial(_run, parts, cluster, directory, watches, stop, say, survival.snapshots, updates)
+        life = LifeOfRun(make, survival, profiling, updates, handed)
         return life.live(fallback=fallback)
 
 
@@ -472,7 +461,9 @@ def _run(
     stop: StopRequest,
     say: Callable[[str], None],
     snapshots: Snapshots | None,
+    updates: HotUpdates | None,
 ) -> Run:
+    """Make the run of an attempt, each of whose commits updates see."""
     metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic, cluster.balance.take)
     every = parts.recipe.run.collect_every
 
@@ -480,15 +471,11 @@ def _run(
         if every and step % every == 0:
             cluster.collect_garbage(step)
 
-    return Run(
+    run = Run(
         parts.recipe, parts.roles, parts.train, parts.heldout, cluster.store, directory, callbacks,
         saving=Saving(parts.recipe, directory, parts.roles.stateful_roles(), metrics, say), stop=stop, metrics=metrics,
         say=say, adopt=parts.adopt, collect_garbage=collect_garbage, snapshots=snapshots,
     )  # fmt: skip
-
-
-def _watched(run: Run, updates: HotUpdates | None) -> Run:
-    """Let updates of the run see each committed step."""
     if updates is not None:
         run.after_step = updates.after_step
     return run

@@ -66,7 +66,7 @@ class Survival(Callback):
         """
         rollback = False
         while True:
-            if self.cluster.dispatch.failed is not None:  # its policy has ended it
+            if self.cluster.dispatch.failed is not None:  # it was not kept
                 raise error
             began, verdict = time.monotonic(), self._judge(error)
             nodes = NOWHERE if self.cluster.repairable is None else Nodes(*self.cluster.repairable.nodes())

@@ -12,7 +12,7 @@ from tilth.cluster.backends.base import Call, Failure, PickledKwargs, Probe, Rep
 from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.controller import dispatch
 from tilth.cluster.controller.cluster import Cluster
-from tilth.cluster.controller.dispatch import KEEP, Dispatch, Totals, together
+from tilth.cluster.controller.dispatch import Dispatch, Totals, together
 from tilth.cluster.protocol import Transfer
 from tilth.cluster.worker.executor import failure
 from tilth.core.batch import Jagged
@@ -243,7 +243,7 @@ def test_a_failure_is_raised_by_each_thread_that_waits_for_its_call(monkeypatch)
     """And the thread that waits for another call goes on, if somebody else has raised it."""
     monkeypatch.setattr(dispatch, "GRACE", 0.02)
     fleet, found = ByHand(3), {}
-    calls = Dispatch(fleet, 5, KEEP)
+    calls = Dispatch(fleet, 5, keep=True)
     flights = [calls.submit(rank, CALL) for rank in range(3)]
 
     def wait(name, *some):

@@ -12,7 +12,7 @@ from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.inline import InlineBackend
 from tilth.cluster.backends.ray import RayBackend
 from tilth.cluster.controller.balance import RowBalance
-from tilth.cluster.controller.dispatch import ABORT, KEEP, Dispatch, FailurePolicy, together
+from tilth.cluster.controller.dispatch import Dispatch, together
 from tilth.cluster.controller.group import WorkerGroup, call_numbers
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.cluster.protocol import Divide
@@ -39,10 +39,10 @@ LEAVE = 10.0
 class Cluster:
     """Workers and their roles; a context manager whose end frees every process and all payload."""
 
-    def __init__(self, backend: Backend, timeout: float = 600.0, policy: FailurePolicy = ABORT) -> None:
+    def __init__(self, backend: Backend, timeout: float = 600.0) -> None:
         self.backend = backend
         self.workers = backend.workers
-        self.dispatch = Dispatch(backend, timeout, policy)
+        self.dispatch = Dispatch(backend, timeout)
         self.store = LeasedStore(backend.store, self.dispatch)
         self.groups: list[WorkerGroup] = []
         """In the order in which they were made."""
@@ -85,7 +85,7 @@ class Cluster:
         if self.repairable is not None:
             self.dispatch.hang_after, self.dispatch.patience = hang_after, PATIENCE * hang_after
             self.dispatch.waits = {role: WAITS * seconds for role, seconds in waits.items()}
-            self.dispatch.policy = KEEP if keep else self.dispatch.policy
+            self.dispatch.keep |= keep
 
     def repair(
         self, lost: Collection[int], quiet: float, evicted: Collection[int] = (), failed: Collection[str] = ()
@@ -275,20 +275,19 @@ def open_cluster(
     timeout: float = 600.0,
     address: str = "",
     gpus: bool = False,
-    policy: FailurePolicy = ABORT,
     spares: int = 0,
     lasting: str = "",
 ) -> Cluster:
     """Start the workers of the backend that ``cluster.backend`` names.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. policy: decides what a failure does. spares: of a backend that has them. lasting: folder of a
+    GPU of its own. spares: of a backend that has them. lasting: folder of a
     supervised run, which outlives this process. Raises RecipeError for a backend that is not declared, is not installed
     or cannot have this many workers, PluginError for a declared class that is no backend or cannot start.
     """
     more = ({"spares": spares} if spares else {}) | ({"lasting": lasting} if lasting else {})
     made = _backend(backend, workers, timeout=timeout, address=address, gpus=gpus, **more)
-    return Cluster(made, timeout, policy)
+    return Cluster(made, timeout)
 
 
 def _backend(name: str, workers: int, **options: Any) -> Backend:

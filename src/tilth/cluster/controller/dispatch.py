@@ -1,4 +1,4 @@
-"""Controller side of every backend: sends calls, waits for answers, and applies the failure policy.
+"""Controller side of every backend: sends calls, waits for answers, and ends the cluster at a failure, if so told.
 
 A failure is raised where the controller waits next, with the role, rank and method that caused it.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from tilth.cluster.backends.base import Backend, Call, Probe, RepairableBackend, Reply
 from tilth.cluster.controller.report import absence, absent, overdue
@@ -32,33 +32,6 @@ LOOK = 0.1
 
 STILL = 10 * LOOK
 """Seconds without a look that count for no worker: this process stood still, or its garbage was collected."""
-
-
-class FailurePolicy(Protocol):
-    """Decides what a failed call does to the cluster."""
-
-    def ends(self, error: BaseException) -> bool:
-        """Return True to kill all workers, after which every call fails; False to keep them."""
-
-
-class Abort:
-    """End the cluster at the first failure: a collective that lost a rank never ends."""
-
-    def ends(self, error: BaseException) -> bool:
-        return True
-
-
-ABORT = Abort()
-
-
-class Keep:
-    """Keep the workers after a failure: the controller calls ``Cluster.repair``, or leaves."""
-
-    def ends(self, error: BaseException) -> bool:
-        return False
-
-
-KEEP = Keep()
 
 
 class Life:
@@ -110,14 +83,15 @@ class Dispatch:
 
     hang_after: seconds that a call may take without progress of its worker, a patient one without a running process,
     or while it computes; inf: no limit. patience: seconds that a patient one may take without progress; waits: role ->
-    the same for its calls, if that is more.
+    the same for its calls, if that is more. keep: keep the workers after a failure, for ``Cluster.repair``; else the
+    first one ends the cluster, since a collective that lost a rank never ends.
     """
 
-    def __init__(self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
+    def __init__(self, backend: Backend, timeout: float, *, keep: bool = False) -> None:
         self.backend = backend
         self.timeout, self.hang_after, self.patience = timeout, math.inf, math.inf
         self.waits: Mapping[str, float] = {}
-        self.policy = policy
+        self.keep = keep
         self.longest = 0.0, ""
         """Longest time in seconds that a call was without progress before it got on, and the call's name."""
         self._looked = self._awake = 0.0
@@ -200,8 +174,8 @@ class Dispatch:
                 self._awaited = [other for other in self._awaited if not any(other is one for one in left)]
 
     def wait(self, flights: Sequence[PendingCall]) -> list[Reply]:
-        """Return the replies when all have arrived. On a failure of any worker, or a call over its limit, apply the
-        policy and raise a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
+        """Return the replies when all have arrived. On a failure of any worker, or a call over its limit, end the
+        cluster unless ``keep`` and raise a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
         self.wait_first([flights])
         return [flight.future.result() for flight in flights]
 
@@ -396,7 +370,7 @@ class Dispatch:
     def _give_up(self, error: BaseException) -> NoReturn:
         if isinstance(error, CallTimeout):
             error.since = self._progress()
-        if self.policy.ends(error):
+        if not self.keep:
             self.failed = error
             self.backend.close(kill=True)
         with self._changed:
