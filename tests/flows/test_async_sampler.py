@@ -22,9 +22,8 @@ from tilth.flows.replicas import Replicas
 from tilth.launch.life import _roll_back
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.events import EVENTS, RunReplay, read_events
-from tilth.runs.intervals import Intervals
 from tilth.runs.readers import read_metrics
-from tilth.runs.state import RunState
+from tilth.runs.state import Intervals, RunState
 
 TIMED = ("fully_async/buffer", "fully_async/trainer", "fully_async/rollouter")
 """Metrics that depend on a clock."""

@@ -17,7 +17,7 @@ from tilth.data.prompts import PromptSet
 from tilth.engines.rounds import RoundLimits
 from tilth.flows import sampler
 from tilth.flows.async_sampler import AsyncSampler
-from tilth.flows.group_filters import can_differ
+from tilth.flows.reward_shaping import can_differ
 from tilth.launch import life as launch
 from tilth.rewards.judging import question
 from tilth.roles import judge as roles_judge

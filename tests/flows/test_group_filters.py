@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilth.core.batch import Batch
-from tilth.flows.group_filters import has_spread, is_mixed
+from tilth.flows.reward_shaping import has_spread, is_mixed
 
 
 def batch(groups, rewards):

@@ -19,8 +19,8 @@ from tilth.config.schema import DataConfig
 from tilth.core.batch import Batch
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.generation import Scorers
-from tilth.flows.group_filters import has_spread
 from tilth.flows.heldout import EVALUATION_IDS
+from tilth.flows.reward_shaping import has_spread
 from tilth.flows.run import Run
 from tilth.launch.build import build
 from tilth.rewards.process_pool import Outcome

@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 
 from tilth.config.schema import AlgorithmConfig
 from tilth.core.batch import Batch
-from tilth.flows.group_filters import first_groups, has_spread, is_mixed, missing_prompts
-from tilth.flows.reward_shaping import adapted, current, mask_truncated, overlong
+from tilth.flows.reward_shaping import (
+    adapted,
+    current,
+    first_groups,
+    has_spread,
+    is_mixed,
+    mask_truncated,
+    missing_prompts,
+    overlong,
+)
 from tilth.rl.metrics import Metric
 from tilth.roles.experience import is_right
 

@@ -4,7 +4,7 @@ import pytest
 from tests.errors import raises
 from tests.flows.stand_ins import Journal, sampler
 from tilth.core.errors import RecipeError, RewardError
-from tilth.flows.group_filters import has_spread
+from tilth.flows.reward_shaping import has_spread
 from tilth.roles.rollout import ask
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilth.runs.intervals import Intervals
+from tilth.runs.state import Intervals
 
 PAIRS = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 9)).map(lambda one: (one[0], sum(one))), max_size=30)
 

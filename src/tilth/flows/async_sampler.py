@@ -22,9 +22,9 @@ from tilth.cluster.controller.lazy import resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.core.batch import Batch, Lease, concat
 from tilth.engines.protocol import EngineError
-from tilth.flows.group_filters import Keep
 from tilth.flows.ledger import Ledger, SampleGroup
 from tilth.flows.replicas import Flight, Replicas
+from tilth.flows.reward_shaping import Keep
 from tilth.flows.sampler import Sampler, StepSamples
 from tilth.flows.weight_sync import Publisher
 from tilth.plan.repack import ReplicaLimits

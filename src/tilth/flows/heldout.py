@@ -12,7 +12,6 @@ from tilth.core.batch import Batch
 from tilth.core.random import stream
 from tilth.flows.generation import Generation
 from tilth.flows.measured import figures, measure_parts, outcomes, uncertainty
-from tilth.flows.phases import WARMUP, is_supervised
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler, Split
 from tilth.flows.weight_sync import SyncBounds, check_mismatch
@@ -20,7 +19,7 @@ from tilth.rl.passk import wilson
 from tilth.roles.rollout import ask
 from tilth.runs.metrics import Metrics
 from tilth.runs.readers import ACCURACY, REWARD
-from tilth.runs.state import RunState
+from tilth.runs.state import WARMUP, RunState, is_supervised
 from tilth.trace.spans import span
 
 LOSS, PAIRS = "loss/heldout", "accuracy/pairs"

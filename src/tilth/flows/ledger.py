@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from tilth.core.errors import DataError
 from tilth.plan.asynchrony import due_groups
-from tilth.runs.intervals import Intervals
-from tilth.runs.state import RunState
+from tilth.runs.state import Intervals, RunState
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tilth.core.batch import Batch
-from tilth.flows.group_filters import has_spread
+from tilth.flows.reward_shaping import has_spread
 from tilth.rl.passk import interval, paired_change
 from tilth.roles.experience import CUT, outcome
 from tilth.runs.metrics import Metrics

@@ -5,8 +5,7 @@ They differ in keys, whose defaults are one row of ``tilth.config.flows.FLOWS`` 
 judge.
 """
 
-from tilth.flows.group_filters import group_filter
-from tilth.flows.reward_shaping import mask_truncated, overlong
+from tilth.flows.reward_shaping import group_filter, mask_truncated, overlong
 from tilth.flows.run import Run
 from tilth.flows.step_judge import ask_judge, drop_flat_groups, penalised
 

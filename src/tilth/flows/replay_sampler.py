@@ -15,7 +15,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.core.batch import Batch
 from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.generation import Generation
-from tilth.flows.group_filters import Keep
+from tilth.flows.reward_shaping import Keep
 from tilth.flows.sampler import Sampler, StepSamples
 from tilth.rollout.episodes import conversation_id
 from tilth.runs.events import DrawnPart, RunReplay

@@ -23,11 +23,9 @@ from tilth.core.random import stream
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW
 from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.callbacks import Callback, load_states, notify, states
-from tilth.flows.group_filters import Keep
 from tilth.flows.heldout import Evaluator
-from tilth.flows.phases import VALUES, WARMUP, is_supervised
 from tilth.flows.replay_sampler import ReplaySampler
-from tilth.flows.reward_shaping import current
+from tilth.flows.reward_shaping import Keep, current
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler, Split
 from tilth.flows.saving import Saving
@@ -41,7 +39,7 @@ from tilth.runs.directory import REWARD_LOG, RunDir
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import hold_pinned, pinned
 from tilth.runs.signals import Interrupted, StopRequest
-from tilth.runs.state import RunState
+from tilth.runs.state import VALUES, WARMUP, RunState, is_supervised
 from tilth.trace.spans import span
 
 

@@ -16,9 +16,8 @@ from tilth.core.errors import DataError, RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.data.mixture import Mixture
 from tilth.flows.generation import Generation, Scorers, apart
-from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_drafts, measure_groups, measure_rows
-from tilth.flows.reward_shaping import check_parts, check_turn_rewards
+from tilth.flows.reward_shaping import Keep, check_parts, check_turn_rewards, first_groups, missing_prompts
 from tilth.flows.roles import Roles
 from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm

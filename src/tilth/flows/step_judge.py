@@ -4,7 +4,7 @@ import numpy as np
 
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.core.batch import Batch
-from tilth.flows.group_filters import has_spread
+from tilth.flows.reward_shaping import has_spread
 from tilth.flows.run import Run
 from tilth.rewards.judging import NONE_WRONG, penalty
 from tilth.roles.experience import is_right

@@ -13,8 +13,7 @@ import numpy as np
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.data.trajectories import TRAJECTORIES
-from tilth.flows.group_filters import has_spread
-from tilth.flows.reward_shaping import adapted
+from tilth.flows.reward_shaping import adapted, has_spread
 from tilth.flows.roles import Roles
 from tilth.flows.weight_sync import SyncBounds, check_mismatch
 from tilth.rl.algorithm import Algorithm

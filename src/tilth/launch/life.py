@@ -39,7 +39,6 @@ from tilth.envs.process import file_of
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.callbacks import Callback, notify
 from tilth.flows.contamination import count_seen
-from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.roles import Roles
 from tilth.flows.run import Run
@@ -69,6 +68,7 @@ from tilth.runs.model_refs import all_lost, foreign, identity
 from tilth.runs.models import MODEL_FOLDER, save_shape
 from tilth.runs.readers import checkpoints_of
 from tilth.runs.signals import HandOver, Interrupted, StopRequest
+from tilth.runs.state import VALUES, WARMUP
 from tilth.runs.trust import remember
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder

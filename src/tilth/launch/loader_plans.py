@@ -19,12 +19,12 @@ from tilth.data.records import Joined, parts_of
 from tilth.data.template import Tools, template_names
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.callbacks import Callback, RunView
-from tilth.flows.phases import is_supervised
 from tilth.launch.build import RunParts
 from tilth.plan.loaders import Shares, place_loaders, plan_loaders
 from tilth.roles.source_loader import LoaderSettings
 from tilth.roles.source_loaders import SourceLoaders
 from tilth.runs.loaders import LOADERS, LoaderPlan, read_plans, record_plan
+from tilth.runs.state import is_supervised
 
 HELD_OUT = "data.heldout"
 """Name of the held-out source among the sources of loaders; no source of a mixture can have it."""

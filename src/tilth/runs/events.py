@@ -27,8 +27,8 @@ from tilth.core.lines import Lines
 from tilth.core.write_queue import PATIENCE, WriteQueue, lost
 from tilth.runs.files import to_json
 from tilth.runs.identity import Identity
-from tilth.runs.intervals import Intervals
 from tilth.runs.readers import read_metrics, read_state
+from tilth.runs.state import Intervals
 
 EVENTS = "experience.jsonl"
 """File of the log in the folder of a run."""
