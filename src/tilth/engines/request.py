@@ -33,7 +33,7 @@ class SamplingParams:
     ``stop`` may contain special tokens, although texts do not.
 
     Before all filters ``logit_bias`` (pairs of token and addend), ``presence_penalty`` and ``frequency_penalty`` change
-    the logits, and no end or stop string counts before ``min_tokens`` (``engines.bias``).
+    the logits, and no end or stop string counts before ``min_tokens``.
 
     schema: text of a JSON schema. Only tokens with which the text can become JSON of this schema are drawn, a filter
     before the others, and the completion ends where nothing can follow. It may be a grammar too (``engines.grammar``).

@@ -106,7 +106,7 @@ def with_cause(verdict: Verdict) -> Verdict:
     return Verdict(kind, verdict.ranks, evidence, {**verdict.details, "cause": dict(found.details)})
 
 
-def classify(text: str, rank: int | None = None) -> Verdict | None:
+def classify(text: str) -> Verdict | None:
     """Return the failure that a log's end or an exception's text shows; None if no signature is in it.
 
     The last exception of the user's code counts first, then the first line that a signature matches: what follows is
@@ -118,12 +118,11 @@ def classify(text: str, rank: int | None = None) -> Verdict | None:
     for line in rows:
         for signature in SIGNATURES[:-1] if not users else SIGNATURES[-1:]:
             if signature.pattern.search(line):
-                return _found(signature, line, rank)
+                return _found(signature, line)
     raised = next((line for line in reversed(lines) if SIGNATURES[-1].pattern.search(line)), "")
-    return _found(SIGNATURES[-1], raised, rank) if raised else None
+    return _found(SIGNATURES[-1], raised) if raised else None
 
 
-def _found(signature: LogSignature, line: str, rank: int | None) -> Verdict:
-    ranks = () if rank is None else (rank,)
+def _found(signature: LogSignature, line: str) -> Verdict:
     details = {"layer": signature.layer, "line": line[:500], "sentence": signature.sentence}
-    return Verdict(signature.kind, ranks, f"{signature.sentence}: {line[:200]}", details)
+    return Verdict(signature.kind, (), f"{signature.sentence}: {line[:200]}", details)

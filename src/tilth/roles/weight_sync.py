@@ -73,11 +73,8 @@ class Route:
     """Layouts of the receiver, by parameter."""
     resharder: Resharder
     dtype: torch.dtype
-
-    @property
-    def adapters(self) -> bool:
-        """True if the receiver takes the policy's adapters as they are."""
-        return has_adapters(self.wanted)
+    adapters: bool
+    """The receiver takes the policy's adapters as they are."""
 
 
 class WeightSyncWorker:
@@ -110,9 +107,8 @@ class WeightSyncWorker:
             plan = ReshardPlan((rank,), ())
         else:
             plan = ReshardPlan.of(rank, self.source, self.held, target, wanted)
-        return Route(
-            rank in target.ranks, wanted, Resharder.of(plan, rank, self.device, self.context.generation), dtype
-        )
+        resharder = Resharder.of(plan, rank, self.device, self.context.generation)
+        return Route(rank in target.ranks, wanted, resharder, dtype, has_adapters(wanted))
 
     @transfer(split="all", gather="all")
     def sync(self, target: str, version: int) -> Delivery:
@@ -194,7 +190,7 @@ class WeightSyncWorker:
                 values = into[name].values if name in into else self._nothing(shapes[name], route.dtype)
                 if route.wanted[name].mesh.has(self.context.rank):
                     expected[name] = checksum(values)
-                    self._taken += values.nbytes * (is_adapter(name) or not route.adapters)
+                    self._taken += values.nbytes * (not route.adapters or is_adapter(name))
                 yield name, values
 
     def _due(self, target: str, name: str) -> bool:

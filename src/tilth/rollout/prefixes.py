@@ -8,16 +8,15 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.files import atomic_write, make_folder, writing
 from tilth.core.media import pack_media, unpack_media
-from tilth.core.trajectory import Finish, Segment, Trajectory
+from tilth.core.trajectory import Segment, Trajectory
 
-FINISHES: tuple[Finish, ...] = ("stop", "length", "aborted", "error")
+FACTS = ("id", "prompt", "group", "segments", "versions", "turn_rewards", "reward", "finish", "text", "info")
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.npz")
 
 
@@ -73,63 +72,31 @@ def _files(folder: Path) -> list[tuple[Path, int]]:
     return [(path, int(match[1])) for path, match in named if match]
 
 
-def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return columns of rows, and columns of tokens one trajectory after the other."""
-    texts = [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories]
-    media = [pack_media(t.media) for t in trajectories]
-    spans = [np.array(t.versions, np.int64).reshape(-1, 2) for t in trajectories]
-    rows = [(t.id, t.prompt, t.group, FINISHES.index(t.finish), t.prompt_length) for t in trajectories]
-    sampling = [t.logprobs if t.sampling_logprobs is None else t.sampling_logprobs for t in trajectories]
-    return _about_episodes(trajectories) | {
-        "rows": np.array(rows, np.int64).reshape(-1, 5),
-        "filtered": np.array([t.sampling_logprobs is not None for t in trajectories], bool),
-        "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
-        "tokens": _joined([t.tokens for t in trajectories], np.int64),
-        "logprobs": _joined([t.logprobs for t in trajectories], np.float32),
-        "sampling": _joined(sampling, np.float32),
-        "spans": np.concatenate([np.zeros((0, 2), np.int64), *spans]),
-        "span_counts": np.array([len(one) for one in spans], np.int64),
-        "text": _joined(texts, np.uint8),
-        "text_lengths": np.array([len(one) for one in texts], np.int64),
-        "media": _joined(media, np.uint8),
-        "media_lengths": np.array([len(one) for one in media], np.int64),
+def _packed(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """Return columns of all trajectories, one after the other, with the lengths of each, and their facts as JSON."""
+    facts = [{name: getattr(t, name) for name in FACTS} for t in trajectories]
+    packed = {"facts": np.frombuffer(json.dumps(facts, default=np.generic.item).encode(), np.uint8)}
+    unfiltered = np.zeros(0, np.float32)
+    columns: dict[str, list[np.ndarray]] = {
+        "tokens": [t.tokens.astype(np.int64) for t in trajectories],
+        "mask": [t.mask.astype(np.uint8) for t in trajectories],
+        "logprobs": [t.logprobs.astype(np.float32) for t in trajectories],
+        "sampling": [unfiltered if t.sampling_logprobs is None else t.sampling_logprobs for t in trajectories],
+        "media": [pack_media(t.media) for t in trajectories],
     }
-
-
-def _about_episodes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return what only episodes of several turns have: masks of their own, and facts beside them."""
-    if not any(t.info for t in trajectories):
-        return {}
-    facts = [
-        {"info": t.info, "reward": t.reward, "segments": t.segments, "turn_rewards": t.turn_rewards}
-        for t in trajectories
-    ]
-    return {"mask": _joined([t.mask for t in trajectories], np.uint8), "facts": np.array([json.dumps(facts)])}
-
-
-def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+    for name, parts in columns.items():
+        packed[name] = np.concatenate(parts) if parts else unfiltered
+        packed[f"{name}_lengths"] = np.array([len(one) for one in parts], np.int64)
+    return packed
 
 
 def _unpacked(file: dict[str, np.ndarray]) -> list[Trajectory]:
-    tokens, logprobs, sampling = (_cut(file[name], file["lengths"]) for name in ("tokens", "logprobs", "sampling"))
-    spans, texts = _cut(file["spans"], file["span_counts"]), _cut(file["text"], file["text_lengths"])
-    media = _cut(file["media"], file["media_lengths"]) if "media" in file else [np.zeros(0, np.uint8)] * len(tokens)
-    masks = _cut(file["mask"], file["lengths"]) if "mask" in file else None
-    facts = json.loads(str(file["facts"][0])) if "facts" in file else [{}] * len(tokens)
+    names = ("tokens", "mask", "logprobs", "sampling", "media")
+    columns = [np.split(file[name], np.cumsum(file[f"{name}_lengths"])[:-1]) for name in names]
     found = []
-    for i, (id, prompt, group, finish, start) in enumerate(file["rows"].tolist()):
-        mask = (np.arange(len(tokens[i])) >= start).astype(np.uint8) if masks is None else masks[i]
-        t = Trajectory(id, prompt, group, tokens[i], mask, logprobs[i], sampling[i] if file["filtered"][i] else None)
-        if facts[i]:
-            t.segments = [Segment(*one) for one in facts[i]["segments"]]
-            t.turn_rewards = [(at, reward) for at, reward in facts[i]["turn_rewards"]]
-            t.info, t.reward = facts[i]["info"], facts[i]["reward"]
-        t.versions = [(first, version) for first, version in spans[i].tolist()]
-        t.finish, t.text, t.media = FINISHES[finish], texts[i].tobytes().decode(), unpack_media(media[i])
-        found.append(t)
+    for facts, tokens, mask, logprobs, sampling, media in zip(json.loads(file["facts"].tobytes()), *columns):
+        facts["segments"] = [Segment(*one) for one in facts["segments"]]
+        facts |= {name: [tuple(one) for one in facts[name]] for name in ("versions", "turn_rewards")}
+        own = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "media": unpack_media(media)}
+        found.append(Trajectory(**facts, **own, sampling_logprobs=sampling if len(sampling) else None))
     return found
-
-
-def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []

@@ -283,11 +283,6 @@ class Metrics:
         self.add("time/step", max(step, inside))
         self.add("loader/stall", totals["load"].seconds if "load" in totals else 0.0)
 
-    def merge(self, other: "Metrics") -> None:
-        """Add what another worker measured in the same step."""
-        for name, (value, weight) in other._sums.items():
-            self._put(name, value, weight)
-
     def values(self) -> dict[str, float]:
         """Return the current numbers; a mean of nothing is left out."""
         return {
