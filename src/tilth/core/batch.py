@@ -6,6 +6,7 @@ that the controller reads counts the bytes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +38,10 @@ class Jagged(NamedTuple):
     def row(self, i: int) -> np.ndarray:
         """Return a view of row i."""
         return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def rows(self) -> list[np.ndarray]:
+        """Return views of all rows."""
+        return [self.values[start:end] for start, end in pairwise(self.offsets.tolist())]
 
     def take(self, rows: np.ndarray) -> "Jagged":
         """Pack the rows with these indices, in this order."""

@@ -9,6 +9,7 @@ pass. The sums of all rows, dtype and shape are then hashed with BLAKE2b.
 import functools
 import hashlib
 import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ def checksum(tensor: Tensor) -> int:
     if sums:
         digest.update(torch.cat(sums).cpu().numpy().astype("<i8").tobytes())
     return int.from_bytes(digest.digest(), "little")
+
+
+def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return the checksum of each tensor by its name."""
+    return {name: checksum(tensor) for name, tensor in tensors}
 
 
 def _row_sums(data: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilth.config.plugins import ENGINES, call_declared, declared, load_plugins
 from tilth.config.roles import resolve
 from tilth.config.schema import LoraConfig
-from tilth.core.checksum import checksum
+from tilth.core.checksum import checksums
 from tilth.core.errors import PluginError, RecipeError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.engines.options import EngineOptions
@@ -123,7 +123,7 @@ class GenerationEngine(Protocol):
 
     def fingerprint(self) -> Mapping[str, int]:
         """Return numbers that change with the weights: by default the checksum of each tensor by its name."""
-        return {name: checksum(tensor) for name, tensor in self.named_parameters()}
+        return checksums(self.named_parameters())
 
     def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
         """Hold an adapter for requests that name it, in place of the one that has the name.

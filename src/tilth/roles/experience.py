@@ -130,8 +130,8 @@ def media_of(batch: Batch, store: Store) -> dict[str, np.ndarray]:
     if MEDIA not in batch.payload:
         return {}
     column, found = batch.read(store, MEDIA)[MEDIA], np.empty(len(batch), object)
-    for row in range(len(batch)):  # at once, rows of one length would be a matrix
-        found[row] = column.row(row)
+    for row, packed in enumerate(column.rows()):  # at once, rows of one length would be a matrix
+        found[row] = packed
     return {MEDIA: found} if len(column.values) else {}
 
 
@@ -167,10 +167,10 @@ def identity(tokens: np.ndarray) -> int:
 
 def check_identity(batch: Batch, tokens: Jagged) -> None:
     """Raise TokenIdentityError unless these are the ids that the rollout engine produced."""
-    for i, expected in enumerate(batch["identity"]):
-        if identity(tokens.row(i)) != expected:
+    for i, (ids, expected) in enumerate(zip(tokens.rows(), batch["identity"])):
+        if identity(ids) != expected:
             raise TokenIdentityError(
-                f"trajectory {batch['id'][i]}: its {len(tokens.row(i))} token ids are not those that were generated "
+                f"trajectory {batch['id'][i]}: its {len(ids)} token ids are not those that were generated "
                 "(they must never be re-tokenised or edited between rollout and training)",
                 key=f"trajectory.{batch['id'][i]}.tokens",
             )
@@ -178,7 +178,7 @@ def check_identity(batch: Batch, tokens: Jagged) -> None:
 
 def texts(column: Jagged) -> list[str]:
     """Decode a text column."""
-    return [column.row(i).tobytes().decode() for i in range(len(column.offsets) - 1)]
+    return [row.tobytes().decode() for row in column.rows()]
 
 
 def put_like(batch: Batch, store: Store, name: str, values: np.ndarray, like: Jagged) -> Batch:

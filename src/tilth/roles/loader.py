@@ -152,10 +152,9 @@ class DocumentLoader:
             spent.set(tokens=len(tokens.values))
         mask = np.ones(len(tokens.values), np.uint8)
         mask[tokens.offsets[:-1]] = 0
-        pieces = [tokens.row(i) for i in range(len(indices))]
         rows: dict[str, np.ndarray] = {"prompt": np.asarray(indices, np.int64)}
         if heldout:
-            rows["bytes"] = np.array([self._bytes(int(i), piece) for i, piece in zip(indices, pieces)], np.int64)
+            rows["bytes"] = np.array([self._bytes(int(i), piece) for i, piece in zip(indices, tokens.rows())], np.int64)
         return _with_tokens(rows, tokens, mask, self.store)
 
     def _bytes(self, index: int, piece: np.ndarray) -> int:
@@ -184,7 +183,7 @@ def _with_tokens(rows: Mapping[str, np.ndarray], tokens: Jagged, mask: np.ndarra
     found = {
         **rows,
         "length": tokens.lengths.astype(np.int32),
-        "identity": np.array([identity(tokens.row(i)) for i in range(count)], np.uint32),
+        "identity": np.array([identity(ids) for ids in tokens.rows()], np.uint32),
         **RowTable.of(tokens, mask).columns(),
     }
     payload = {"tokens": tokens, "mask": Jagged(mask, tokens.offsets)}

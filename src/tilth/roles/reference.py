@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
-from tilth.core.checksum import checksum
+from tilth.core.checksum import checksums
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.batch import MicroBatchPlan
 from tilth.roles.objective import Scores, scored
@@ -34,7 +34,7 @@ class ReferenceWorker(Stateful, Scores):
 
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of this rank's part of each tensor of the live storage."""
-        return {name: checksum(tensor) for name, tensor in self.sharded.parameters.items()}
+        return checksums(self.sharded.parameters.items())
 
     @transfer(split="plan", gather="rows", reads=True)
     def logprobs(self, batch: Batch, *, plan: MicroBatchPlan | None = None) -> Batch:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from tilth.config.schema import RolloutConfig as RolloutSection
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch
-from tilth.core.media import MEDIA, unpack_media
+from tilth.core.media import MEDIA, Media, unpack_media
 from tilth.core.trajectory import Trajectory
 from tilth.data.template import Template
 from tilth.engines.protocol import EngineError, GenerationEngine
@@ -396,12 +396,11 @@ class RolloutWorker:
 
     def _requests(self, asked: Batch) -> list[Request]:
         some = replace(self._params, max_tokens=self._partial or self._params.max_tokens)
-        encoded, media = asked.read(self.store, "prompt_tokens")["prompt_tokens"], media_of(asked, self.store)
-        packed = media.get(MEDIA, [np.zeros(0, np.uint8)] * len(asked))
-        return [
-            Request(i, encoded.row(row), some, g, p, media=unpack_media(packed[row]))
-            for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
-        ]
+        prompts = asked.read(self.store, "prompt_tokens")["prompt_tokens"].rows()
+        packed = media_of(asked, self.store).get(MEDIA)
+        media: Iterable[Media] = repeat(()) if packed is None else map(unpack_media, packed)
+        rows = zip(*(asked[c].tolist() for c in ("id", "group", "prompt")), prompts, media)
+        return [Request(i, prompt, some, g, p, media=items) for i, g, p, prompt, items in rows]
 
     def _episodes(self, asked: Batch) -> list[EpisodeRequest]:
         infos = texts(asked.read(self.store, INFO)[INFO])

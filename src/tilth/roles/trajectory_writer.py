@@ -78,7 +78,7 @@ class TrajectoryWriter:
         """Trajectories as rows."""
         paid = [TURN_REWARDS] if TURN_REWARDS in batch.payload else []
         columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text", *paid)
-        segments = [decoded_segments(columns["segments"].row(i)) for i in range(len(batch))]
+        segments = [decoded_segments(row) for row in columns["segments"].rows()]
         turns = [_of_turns(columns, i) for i in range(len(batch))]
         completions = texts(columns["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]

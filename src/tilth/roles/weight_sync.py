@@ -75,6 +75,8 @@ class Route:
     dtype: torch.dtype
     adapters: bool
     """The receiver takes the policy's adapters as they are."""
+    mine: frozenset[str]
+    """Parameters of which this worker's receiver holds a part."""
 
 
 class WeightSyncWorker:
@@ -108,7 +110,8 @@ class WeightSyncWorker:
         else:
             plan = ReshardPlan.of(rank, self.source, self.held, target, wanted)
         resharder = Resharder.of(plan, rank, self.device, self.context.generation)
-        return Route(rank in target.ranks, wanted, resharder, dtype, has_adapters(wanted))
+        mine = frozenset(name for name, layout in wanted.items() if layout.mesh.has(rank))
+        return Route(rank in target.ranks, wanted, resharder, dtype, has_adapters(wanted), mine)
 
     @transfer(split="all", gather="all")
     def sync(self, target: str, version: int) -> Delivery:
@@ -147,7 +150,7 @@ class WeightSyncWorker:
         if self.context.rank not in self.source.ranks:
             return {}
         policy = self._policy()
-        if apart:
+        if apart or not policy.adapted:
             own: Mapping[str, Tensor] = {n: policy.parameters[n] for n in names if n in policy.parameters}
         else:
             own = merged_parts(policy, list(names))
@@ -188,7 +191,7 @@ class WeightSyncWorker:
             damaged += route.resharder.damaged(into, own, names, route.dtype)
             for name in names if route.target else ():
                 values = into[name].values if name in into else self._nothing(shapes[name], route.dtype)
-                if route.wanted[name].mesh.has(self.context.rank):
+                if name in route.mine:
                     expected[name] = checksum(values)
                     self._taken += values.nbytes * (not route.adapters or is_adapter(name))
                 yield name, values

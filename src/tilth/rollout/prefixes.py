@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,10 +73,10 @@ def _files(folder: Path) -> list[tuple[Path, int]]:
     return [(path, int(match[1])) for path, match in named if match]
 
 
-def _packed(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Return columns of all trajectories, one after the other, with the lengths of each, and their facts as JSON."""
     facts = [{name: getattr(t, name) for name in FACTS} for t in trajectories]
-    packed = {"facts": np.frombuffer(json.dumps(facts, default=np.generic.item).encode(), np.uint8)}
+    packed: dict[str, Any] = {"facts": np.frombuffer(json.dumps(facts, default=np.generic.item).encode(), np.uint8)}
     unfiltered = np.zeros(0, np.float32)
     columns: dict[str, list[np.ndarray]] = {
         "tokens": [t.tokens.astype(np.int64) for t in trajectories],
