@@ -662,7 +662,7 @@ class GuardCheckCommand(NamedTuple):
 
     Exit code 1 if products of equal matrices differ or bytes do not arrive; rates are only told, and a busy machine has
     lower ones. Keys of --json: sound, compute (GFLOP/s of a thread), memory, loopback (GB/s), unequal (products),
-    failed (pairs), odd_peers (that failed in both pairings), seconds.
+    failed (transfers), seconds.
     """
 
     as_json: JsonOption = False

@@ -21,7 +21,7 @@ from tilth.core.errors import CallTimeout, TilthError, WorkerLost
 from tilth.core.write_queue import PATIENCE
 from tilth.flows.callbacks import Callback, RunView
 from tilth.guard.diagnosis import diagnosed
-from tilth.guard.node_check import check_node, second_time
+from tilth.guard.node_check import check_node
 from tilth.guard.recovery import EVICTS, NOWHERE, Action, Nodes, Recovery, verdict_of
 from tilth.guard.signatures import with_cause
 from tilth.guard.snapshots import Snapshots
@@ -121,7 +121,8 @@ class Survival(Callback):
             self._full = began
             self.say(f"the step is run again until there is room, for {PATIENCE:g} s at least")
         time.sleep(action.wait)  # nothing to wait on
-        if second_time(self._replaced, action.ranks) and isinstance(self.cluster.backend, LocalBackend):
+        again = any(self._replaced[rank] for rank in action.ranks)
+        if again and isinstance(self.cluster.backend, LocalBackend):
             verdict = self._check_node(verdict)
         self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
         if action.evict:
