@@ -6,8 +6,8 @@
 sleeps, max(t0, c b) seconds for b sequences (``async_engine.py``), and lengths have p99/p50 = 10. ``plain``: one
 trainer and one replica, nothing emulated, on the cores that are here. Every contender consumes the same samples, and
 their lengths are compared before a ratio is made; the first steps, which also start the engines, are not timed. The
-paced contenders are simulated too (``plan.asynchrony``), with the same lengths, pace and rounds, and with the trainer's
-own seconds of a step as they were measured: a step's less those in which it waited for samples.
+paced contenders are simulated too (``tilth_studies.asynchrony``), with the same lengths, pace and rounds, and with the
+trainer's own seconds of a step as they were measured: a step's less those in which it waited for samples.
 """
 
 import statistics
@@ -18,12 +18,12 @@ from typing import Any
 
 from async_lengths import length_of
 from driver import benchmark_parser, write_rows
+from tilth_studies.asynchrony import AsyncMode, AsyncSimulation, RolloutCosts, RolloutJob
 from work import same_work
 
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
 from tilth.data.trajectories import read_trajectories
-from tilth.plan.asynchrony import AsyncMode, AsyncSimulation, RolloutCosts, RolloutJob
 from tilth.plan.repack import ReplicaLimits
 from tilth.roles.rollout import LIMITS
 from tilth.runs.readers import read_metrics

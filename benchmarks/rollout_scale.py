@@ -2,9 +2,9 @@
 
     python benchmarks/rollout_scale.py [--quick] [--json PATH]
 
-Every mode of ``plan.asynchrony`` trains equal batches of equal lengths: sync on all GPUs in turn, the others with half
-of them for generation. Constants are published ones and stand first in this file; nothing is fitted. The published
-ratios stand beside ours.
+Every mode of ``tilth_studies.asynchrony`` trains equal batches of equal lengths: sync on all GPUs in turn, the others
+with half of them for generation. Constants are published ones and stand first in this file; nothing is fitted. The
+published ratios stand beside ours.
 
 Where the simulation differs from the paper, of which only a digest is at hand:
 
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from driver import benchmark_parser, write_rows
+from tilth_studies.asynchrony import RolloutCosts, RolloutJob, modes, simulate
 
-from tilth.plan.asynchrony import RolloutCosts, RolloutJob, modes, simulate
 from tilth.plan.devices import DEVICES
 from tilth.plan.repack import ReplicaLimits
 

@@ -590,7 +590,7 @@ class DoctorCommand(NamedTuple):
 simulation = group("simulate", "Predict by simulation.")
 
 
-@command("rollout", "studies.rollout_simulation:rollout", simulation)
+@command("rollout", "studies.simulate_rollout:rollout", simulation)
 class SimulateRolloutCommand(NamedTuple):
     """Compare synchronous and asynchronous rollouts of a recipe: speed, staleness, idle time.
 

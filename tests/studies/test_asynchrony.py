@@ -6,20 +6,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tests.errors import raises
-from tests.examples import examples
-from tilth.core.errors import PlanError
-from tilth.plan.asynchrony import (
+from tilth_studies.asynchrony import (
     AsyncMode,
     AsyncSimulation,
     RolloutCosts,
     RolloutJob,
     SimulatedReplica,
-    due_groups,
     modes,
     simulate,
 )
+
+from tests.errors import raises
+from tests.examples import examples
+from tilth.core.errors import PlanError
 from tilth.plan.repack import ReplicaLimits
 
 MODES = modes(3) | {
@@ -164,14 +163,6 @@ def test_no_replica_waits_for_the_round_of_another_one():
     simulation = AsyncSimulation(job, AsyncMode(staleness=3, rounds=0.3))
     simulation.run()
     assert [time for time, _ in simulation.ends] == pytest.approx([0.2, 0.3, 1.1])
-
-
-def test_groups_at_their_bound_are_waited_for_and_no_others():
-    assert due_groups([None] * 3, [2, 0], 2, 2) == [2, 0] and not due_groups([None] * 3, [2], 2, 2)
-    assert not due_groups([0, 1, 1], [1, 2], 2, 2)  # the first has not ended, and no later update may take it
-    assert due_groups([0, 1, 1], [2, 1, 0], 2, 2) == [0, 2]
-    assert not due_groups([1, 1, 1, 1], [0], 2, 2)  # the next update takes two of the four
-    assert due_groups([1, 1, 1, 1], [3, 0], 2, 2) == [3, 0]
 
 
 def test_the_order_of_modes_under_a_long_tail():

@@ -1,4 +1,4 @@
-"""``tilth simulate rollout``: what asynchronous rollouts would bring a recipe, by its costs on a type of device and
+"""``tilth simulate rollout``: what asynchronous rollouts would bring to a recipe, by its costs on a type of device and
 measured lengths."""
 
 import json
@@ -17,7 +17,6 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError
 from tilth.data.trajectories import read_trajectories
 from tilth.launch.planning import chosen_device, described
-from tilth.plan.asynchrony import AsyncOutcome, RolloutCosts, RolloutJob, modes, simulate
 from tilth.plan.devices import DeviceType
 from tilth.plan.flops import token_flops
 from tilth.plan.layout import place
@@ -26,6 +25,7 @@ from tilth.plan.shape import DecoderShape, kv_bytes, parameters
 from tilth.plan.step_time import KERNELS, optimizer_seconds
 from tilth.plan.working import element_of
 from tilth.runs.trust import load_named
+from tilth_studies.asynchrony import AsyncOutcome, RolloutCosts, RolloutJob, modes, simulate
 
 STALENESS = 4
 """Of k-step and partial rollouts; batches on their way in all modes but sync and one-step."""
@@ -42,6 +42,44 @@ class SimulatedMode:
     generating: int
     """Devices of replicas; sync: all of them, in turn with training."""
     outcome: AsyncOutcome
+
+
+def rollout(options: SimulateRolloutCommand) -> None:
+    """Simulate every mode, and print a row for each."""
+    lengths = read_lengths(options.lengths)
+    recipe = load_named(options.name, options.overrides or ())
+    device = chosen_device(options.device_type, recipe, options.gpus)
+    found = list(simulated(recipe, device, options.gpus, lengths))
+    if options.as_json:
+        typer.echo(json.dumps([as_object(one) for one in found]))
+        return
+    titles = ("mode", "generate", "samples/min", "speed", "staleness", "idle", "trainer idle", "KV use", "moves")
+    rows = [_cells(one, found[0].outcome.samples_per_minute) for one in found]
+    show(
+        f"{len(lengths):,} lengths, {options.gpus} devices of type {device.name} ({device.source})",
+        new_table(*titles, right=titles[1:], rows=rows),
+    )
+
+
+def as_object(one: SimulatedMode) -> dict[str, Any]:
+    """Return an outcome as plain data. Shares are of 1, times in seconds."""
+    return {"mode": one.mode, "generating": one.generating, **asdict(one.outcome)}
+
+
+def _cells(one: SimulatedMode, sync: float) -> tuple[str, ...]:
+    found = one.outcome
+    mean = sum(age * share for age, share in found.staleness.items())
+    return (
+        one.mode,
+        str(one.generating),
+        f"{found.samples_per_minute:,.0f}",
+        f"{found.samples_per_minute / sync:.2f}x",
+        f"{mean:.1f}, max {max(found.staleness)}",
+        f"{found.replica_idle:.0%}",
+        f"{found.trainer_idle:.0%}",
+        f"{found.kv_use:.1%}",
+        f"{found.moves:,}",
+    )
 
 
 def read_lengths(source: Path) -> list[int]:
@@ -144,44 +182,3 @@ def costs_of(recipe: Recipe, shape: DecoderShape, device: DeviceType, parts: int
 def _apart(device: DeviceType) -> tuple[int, int]:
     """Return two ranks whose link weights travel over: of two nodes, if there are several."""
     return (0, device.per_node) if device.gpu else (0, 1)
-
-
-# ---- the command ----
-
-
-def rollout(options: SimulateRolloutCommand) -> None:
-    """Simulate every mode, and print a row for each."""
-    lengths = read_lengths(options.lengths)
-    recipe = load_named(options.name, options.overrides or ())
-    device = chosen_device(options.device_type, recipe, options.gpus)
-    found = list(simulated(recipe, device, options.gpus, lengths))
-    if options.as_json:
-        typer.echo(json.dumps([as_object(one) for one in found]))
-        return
-    titles = ("mode", "generate", "samples/min", "speed", "staleness", "idle", "trainer idle", "KV use", "moves")
-    rows = [_cells(one, found[0].outcome.samples_per_minute) for one in found]
-    show(
-        f"{len(lengths):,} lengths, {options.gpus} devices of type {device.name} ({device.source})",
-        new_table(*titles, right=titles[1:], rows=rows),
-    )
-
-
-def as_object(one: SimulatedMode) -> dict[str, Any]:
-    """Return an outcome as plain data. Shares are of 1, times in seconds."""
-    return {"mode": one.mode, "generating": one.generating, **asdict(one.outcome)}
-
-
-def _cells(one: SimulatedMode, sync: float) -> tuple[str, ...]:
-    found = one.outcome
-    mean = sum(age * share for age, share in found.staleness.items())
-    return (
-        one.mode,
-        str(one.generating),
-        f"{found.samples_per_minute:,.0f}",
-        f"{found.samples_per_minute / sync:.2f}x",
-        f"{mean:.1f}, max {max(found.staleness)}",
-        f"{found.replica_idle:.0%}",
-        f"{found.trainer_idle:.0%}",
-        f"{found.kv_use:.1%}",
-        f"{found.moves:,}",
-    )

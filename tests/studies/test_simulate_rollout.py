@@ -4,8 +4,9 @@ import json
 
 import pyarrow as pa
 import pytest
-from tilth_studies import rollout_simulation as study
-from tilth_studies.rollout_simulation import read_lengths, simulated
+from tilth_studies import simulate_rollout as study
+from tilth_studies.asynchrony import modes
+from tilth_studies.simulate_rollout import read_lengths, simulated
 from typer.testing import CliRunner
 
 from tests.errors import raises
@@ -13,7 +14,6 @@ from tilth.cli.main import app
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError, PlanError, RecipeError
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
-from tilth.plan.asynchrony import modes
 from tilth.plan.devices import DEVICES
 
 SMALL = ["data.digits=1", "rollout.prompts=4", "rollout.group=2"]
