@@ -54,7 +54,7 @@ from work import same_work
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
-from tilth.plan.flops import sequence_flops
+from tilth.plan.shape import sequence_flops
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.rate import measured_flops
 

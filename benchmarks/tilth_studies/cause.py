@@ -5,7 +5,7 @@ Shares are of the time lost, (T - T_mended) / (T - T_ideal). They need not add u
 
 import numpy as np
 
-from tilth.analysis.cause import Cause, Finding, Place, medians
+from tilth.analysis.whatif import Cause, Finding, Place, medians
 from tilth_studies.straggler_format import Trace
 from tilth_studies.whatif import LOCAL, TraceModel, WhatIf, replaced
 

@@ -18,10 +18,9 @@ from tilth.core.errors import DataError, RecipeError
 from tilth.data.trajectories import read_trajectories
 from tilth.launch.planning import chosen_device, described
 from tilth.plan.devices import DeviceType
-from tilth.plan.flops import token_flops
 from tilth.plan.layout import place
 from tilth.plan.repack import ReplicaLimits
-from tilth.plan.shape import DecoderShape, kv_bytes, parameters
+from tilth.plan.shape import DecoderShape, kv_bytes, parameters, token_flops
 from tilth.plan.step_time import KERNELS, optimizer_seconds
 from tilth.plan.working import element_of
 from tilth.runs.trust import load_named

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from tilth.analysis.cause import Cause
 from tilth.analysis.summaries import whatif_summary
+from tilth.analysis.whatif import Cause
 from tilth.cli.tables import show
 from tilth.cli.trace_whatif import slowdowns, summary, table, worker_map, write_map
 from tilth.core.errors import DataError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.scripts import SCRIPTS, script
-from tilth.analysis.cause import Finding
+from tilth.analysis.whatif import Finding
 
 causes = script("causes.py")
 

@@ -6,8 +6,7 @@ import pytest
 from tests.analysis.run_jobs import Job
 from tests.analysis.tree import s, tree
 from tests.errors import raises
-from tilth.analysis.events import from_table
-from tilth.analysis.profiled import profiled
+from tilth.analysis.events import from_table, profiled
 from tilth.analysis.run_cause import diagnose_run
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 import tilth.rl as rl
-from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import RecipeError
 from tilth.config.keys import keys, sections
-from tilth.config.load import from_dict, load_recipe
+from tilth.config.load import LIBRARIES, from_dict, load_recipe
 from tilth.config.schema import DataConfig, Recipe
 from tilth.data.prompts import load_source
 from tilth.launch.checks import check_algorithm

@@ -450,10 +450,10 @@ def test_digest_ignores_only_where_the_run_is_kept():
 
 
 def test_documentation_of_keys_is_what_the_schema_says():
-    from tilth.config.docs import reference
+    from tests.config.reference import reference
 
     page = Path(__file__).parents[2] / "docs" / "recipes.md"
-    assert page.read_text() == reference(), "run: python -m tilth.config.docs > docs/recipes.md"
+    assert page.read_text() == reference(), "run: python -m tests.config.reference > docs/recipes.md"
     assert all(f"`{name}`" in reference() for name in keys())
 
 

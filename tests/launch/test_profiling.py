@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.flows.tiny import Recorder, numbers, recipe, run, same, stand_in, weights
-from tilth.analysis.events import load
-from tilth.analysis.profiled import profiled
+from tilth.analysis.events import load, profiled
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError, PluginError
 from tilth.core.lines import read_lines

@@ -22,7 +22,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.flops import sequence_flops
+from tilth.plan.shape import sequence_flops
 
 CONFIG = DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2)
 MESH = Mesh(("dp",), (1,), (1,))

@@ -32,10 +32,9 @@ from tilth.models.hf import load_pretrained, open_tensors, save_pretrained
 from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.flops import token_flops
 from tilth.plan.layout import layouts, per_rank
 from tilth.plan.rules import rule_of
-from tilth.plan.shape import matrices, parameter_shapes, parameters
+from tilth.plan.shape import matrices, parameter_shapes, parameters, token_flops
 from tilth.plan.traffic import traffic
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 

@@ -20,8 +20,7 @@ from tilth.models.family import new_config
 from tilth.models.hf import load_pretrained, save_pretrained
 from tilth.models.moe import ExpertContext, MoE, Router, Routing, RunExperts, dispatch_here
 from tilth.models.steady import steady
-from tilth.plan.flops import token_flops
-from tilth.plan.shape import hf_experts, matrices, parameter_shapes, parameters
+from tilth.plan.shape import hf_experts, matrices, parameter_shapes, parameters, token_flops
 
 MIXTRAL, QWEN = FAMILIES["mixtral"], FAMILIES["qwen3-moe"]
 

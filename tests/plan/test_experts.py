@@ -7,10 +7,9 @@ from tilth.config.errors import RecipeError
 from tilth.config.load import load_recipe
 from tilth.core.layout import Mesh
 from tilth.models.family import new_config
-from tilth.plan.flops import token_flops
 from tilth.plan.layout import check_shape, elements, layouts, per_rank
 from tilth.plan.memory import CERTAIN
-from tilth.plan.shape import parameters
+from tilth.plan.shape import parameters, token_flops
 
 BASE = ["cluster.backend=local", "model.family=qwen3_moe", "model.experts=6", "model.dense_layers=1", "model.hidden=64"]
 

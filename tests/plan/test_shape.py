@@ -9,8 +9,7 @@ from tilth.config.load import from_dict
 from tilth.config.schema import ModelConfig
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
-from tilth.plan.flops import attended, sequence_flops, token_flops
-from tilth.plan.shape import kv_bytes, matrices, parameters
+from tilth.plan.shape import attended, kv_bytes, matrices, parameters, sequence_flops, token_flops
 
 flag = st.booleans()
 

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from tilth.runs.docs import MEANS, reference
+from tests.runs.reference import MEANS, reference
 from tilth.runs.metrics import METRICS
 from tilth.trace.ops import PHASES
 
 
 def test_the_page_equals_the_declarations():
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text() == reference(), "run: python -m tilth.runs.docs > docs/metrics.md"
+    assert page.read_text() == reference(), "run: python -m tests.runs.reference > docs/metrics.md"
 
 
 def test_every_metric_is_one_row_with_its_unit_and_reduction():

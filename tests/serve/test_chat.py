@@ -18,7 +18,7 @@ from tilth.engines.request import Request, SamplingParams
 from tilth.engines.stops import StopStrings
 from tilth.envs.calls import ToolCall
 from tilth.rollout.turns import split_turn
-from tilth.serve.chat import ChatChoice
+from tilth.serve.choices import ChatChoice
 
 WORDS = Tokenizer.train(["some text "] * 2, 260)
 WORDS._core.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True), AddedToken("<tool_call>", special=True)])

@@ -428,7 +428,7 @@ def test_more_completions_than_the_room_has_are_refused_before_any_is_made(addre
 @pytest.mark.parametrize("parallel, count", [(None, 2), (True, 2), (False, 1)])
 def test_without_parallel_calls_the_first_one_is_returned(client, model, monkeypatch, parallel, count):
     two = [ToolCall("weather", {"city": city}) for city in ("Oslo", "Rome")]
-    monkeypatch.setattr("tilth.serve.chat.split_turn", lambda *_: ("", two))
+    monkeypatch.setattr("tilth.serve.choices.split_turn", lambda *_: ("", two))
     asked = {"model": model, "messages": HELLO, "tools": [WEATHER], "max_tokens": 2}
     asked |= {} if parallel is None else {"parallel_tool_calls": parallel}
     calls = client.chat.completions.create(**asked).choices[0].message.tool_calls

@@ -156,7 +156,7 @@ def test_a_stream_ends_in_the_response(address, client, model, more):
 
 def test_text_before_calls_is_a_message_of_its_own(address, model, monkeypatch):
     two = [ToolCall("weather", {"city": city}) for city in ("Oslo", "Rome")]
-    monkeypatch.setattr("tilth.serve.chat.split_turn", lambda *_: ("so", two))
+    monkeypatch.setattr("tilth.serve.choices.split_turn", lambda *_: ("so", two))
     asked = {"model": model, "input": HELLO, "tools": [TOOL], "max_output_tokens": 2, "temperature": 0}
     monkeypatch.setattr("tilth.serve.texts.before_calls", lambda text: "")
     whole = raw(address, "/v1/responses", **asked)[1]

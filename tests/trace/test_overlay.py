@@ -12,9 +12,8 @@ import torch
 
 from tests.errors import raises
 from tilth.core.errors import DataError
-from tilth.trace import overlay
-from tilth.trace.capture import Capture
-from tilth.trace.overlay import ClockMark, head_with_spans
+from tilth.trace import capture
+from tilth.trace.capture import Capture, ClockMark, head_with_spans
 from tilth.trace.spans import recorder, span
 
 BASE = 1_700_000_000_000_000_000
@@ -170,5 +169,5 @@ def test_a_trace_of_another_form_is_refused(tmp_path, head, missing):
 
 def test_the_mark_is_as_far_from_the_recorders_clock_as_the_clocks_have_drifted(events, monkeypatch):
     assert abs(ClockMark.now().shift) < 50_000_000
-    monkeypatch.setattr(overlay.time, "time_ns", lambda: BASE)
+    monkeypatch.setattr(capture.time, "time_ns", lambda: BASE)
     assert ClockMark.now().at == BASE

@@ -19,7 +19,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
-from tilth.plan.flops import Flops, attended, pass_flops, sequence_flops
+from tilth.plan.shape import Flops, attended, pass_flops, sequence_flops
 from tilth.trace import recorder, span
 from tilth.training import rate
 from tilth.training.engine import negative_log_likelihood

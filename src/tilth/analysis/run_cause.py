@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.analysis.cause import Cause, Finding, Place, medians
 from tilth.analysis.run_graph import MEET, WORK, Steps
 from tilth.analysis.run_rates import Rates, rates
 from tilth.analysis.run_replay import BLOCK, RunModel, alike, fast, numbered, quantiles
 from tilth.analysis.run_whatif import RunWhatIf, coordinates, place_among
+from tilth.analysis.whatif import Cause, Finding, Place, medians
 
 LEAST = 0.05
 """Least share of a step's time for a cause."""

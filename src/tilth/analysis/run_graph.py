@@ -11,9 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tilth.analysis.events import Events
+from tilth.analysis.events import Events, profiled
 from tilth.analysis.network import meetings
-from tilth.analysis.profiled import profiled
 from tilth.analysis.replay import ACROSS, ALONE, Graph
 from tilth.core.errors import DataError
 

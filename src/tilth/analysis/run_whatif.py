@@ -12,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tilth.analysis.cause import Cause
 from tilth.analysis.events import Events
 from tilth.analysis.network import assumed, retimed
 from tilth.analysis.run_graph import Steps, read_steps
 from tilth.analysis.run_replay import RunModel
 from tilth.analysis.run_trace import open_run
-from tilth.analysis.whatif import GUILTY, Replayed, Slowdown, mended, timed
+from tilth.analysis.whatif import GUILTY, Cause, Replayed, Slowdown, mended, timed
 from tilth.config.axes import Split, over
 from tilth.core.errors import DataError
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from tilth.analysis.cause import Cause
-from tilth.analysis.events import Events
+from tilth.analysis.events import Events, profiled
 from tilth.analysis.predicted import predicted
-from tilth.analysis.profiled import profiled
 from tilth.analysis.recent import dropped
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
 from tilth.analysis.time_breakdown import Account
-from tilth.analysis.whatif import Replayed, Slowdown
+from tilth.analysis.whatif import Cause, Replayed, Slowdown
 from tilth.core.errors import DataError
 from tilth.runs.costs import read_costs
 from tilth.runs.readers import rate, read_metrics, read_state

@@ -1,10 +1,11 @@
-"""Time of a step if some operations behaved like their peers (arXiv 2505.05713, section 4).
+"""Time of a step if some operations behaved like their peers (arXiv 2505.05713, section 4), and its likely cause.
 
 T is the replayed time of the recorded durations, T_ideal that of durations equal to their peers' (mean of a compute
 type, median of a communication type), both without the delays that the model does not explain. S = T / T_ideal; the S
 of a type, stage, dp rank or worker is that of a step in which only they keep their recorded durations.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,3 +138,45 @@ def mended_by(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: 
     scale = 1 / lost if lost else 0.0
     gain, loss = replayed.mean() - fixed.mean(), added.mean() - best.mean()
     return Gain(float(gain * scale), float(fixed.mean()), float(loss * scale), float(added.mean()))
+
+
+Place = dict[str, int | str]
+"""Names of a worker (dp, stage, rank), a stage, or a type of operation."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause. ``kind``: slow-worker, stage-imbalance, sequence-lengths, garbage-collection, communication; of a run
+    also controller."""
+
+    kind: str
+    share: float
+    text: str
+    where: tuple[Place, ...] = ()
+    seconds: float | None = None
+    """Of a run: median time of a step without the cause."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A sentence, its findings (the likeliest first), and the numbers that they are based on."""
+
+    text: str
+    findings: tuple[Finding, ...]
+    evidence: dict[str, float]
+
+
+def medians(workers: Sequence[tuple[np.ndarray, ...]]) -> tuple[float, float]:
+    """Medians over workers of the correlation of forward with backward times, and of the variation of forwards."""
+    r, variation = np.median([pearson(f, b) for f, b in workers], axis=0) if workers else (0.0, 0.0)
+    return float(r), float(variation)
+
+
+def pearson(f: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Correlation (0 if one of them is constant) and coefficient of variation of the first."""
+    if not len(f) or not f.mean():
+        return 0.0, 0.0
+    x, y = f - f.mean(), b - b.mean()
+    size = np.sqrt((x @ x) * (y @ y))
+    tiny = 1e-12 * f.mean() * max(b.mean(), 1e-300) * len(f)
+    return float(x @ y / size) if size > tiny else 0.0, float(f.std() / f.mean())

@@ -3,11 +3,10 @@
 from tilth.checkpoint.directory import complete, latest, listing, mark_best, prune, quarantine, read_best, record_best
 from tilth.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
 from tilth.checkpoint.replica_read import Share
-from tilth.checkpoint.saver import Commit, Saver, Snapshot, abandon_save, begin_save, commit_save
+from tilth.checkpoint.saver import Commit, Saver, Snapshot, abandon_save, begin_save, commit_save, save
 from tilth.checkpoint.shards import state_layouts
 from tilth.checkpoint.snapshot import Group
 from tilth.checkpoint.storage import Location
-from tilth.checkpoint.write import save
 
 __all__ = ["Checkpoint", "Commit", "Group", "Location", "Saver", "Share", "Snapshot", "abandon_save", "begin_save"]
 __all__ += ["commit_save", "complete", "latest", "listing", "mark_best", "newest_valid", "record_best"]

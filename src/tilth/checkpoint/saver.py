@@ -15,15 +15,17 @@ from functools import partial
 from threading import Event, Thread
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from tilth.checkpoint.directory import Attempt, complete, step_of
 from tilth.checkpoint.manifest import FileEntry, Report, assemble, parse_report, raise_problems, report_of
 from tilth.checkpoint.read import damaged_files
-from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankPart, RankParts
+from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankPart, RankParts, check_tensor
 from tilth.checkpoint.stages import StageError, failed, staged
 from tilth.checkpoint.storage import Location, join, storage_of
 from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, StorageError, TilthError
-from tilth.core.layout import Mesh
+from tilth.core.layout import Layout, Mesh
 from tilth.trace.spans import span
 
 T = TypeVar("T")
@@ -389,3 +391,44 @@ def _check_json(value: Any, place: str, depth: int) -> None:
             _check_json(item, f"{place}[{i}]", depth - 1)
     elif not (value is None or type(value) in (bool, int, float, str)):
         raise CheckpointError(f"{place}: a {type(value).__name__} cannot be stored as JSON", key=place)
+
+
+Groups = Mapping[str, Mapping[str, Tensor]]
+
+
+def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], layout: Mesh | None = None) -> Any:
+    """Write ``root/step-000100``: one safetensors file per group and ``manifest.json``. Return its path or URL.
+
+    Returns when everything is on disk. Removes leftovers of crashed saves under ``root`` first, so only one process at
+    a time may write there. Replaces a checkpoint of the same step. layout: the mesh of the writers (default: one
+    process). StorageError if writing fails: nothing of the attempt remains and earlier checkpoints are intact.
+    CheckpointError, before anything is written, if something cannot be stored.
+    """
+    check_objects(objects)
+    _check_mapping("groups", groups, "groups")
+    single = {name: _whole_group(name, tensors) for name, tensors in groups.items()}
+    saver = Saver()
+    saver.prepare(single, 0)
+    folder = begin_save(root, step)
+    try:
+        reports = saver.write(folder, single, 0)
+    except BaseException:
+        abandon_save(folder)
+        raise
+    return commit_save(folder, reports, objects, layout, dict.fromkeys(groups, (0,)))
+
+
+def _whole_group(name: str, tensors: Mapping[str, Tensor]) -> Group:
+    """Return the group of one process, which holds whole tensors."""
+    _check_mapping(f"groups.{name}", tensors, "tensors")
+    layouts = {}
+    for tensor, values in tensors.items():
+        check_tensor(name, tensor, values)
+        layouts[tensor] = Layout.single(tuple(values.shape))
+    return Group(tensors, layouts)
+
+
+def _check_mapping(name: str, value: Any, of: str) -> None:
+    if not isinstance(value, Mapping):
+        message = f"{name} is a {type(value).__name__}; it must be a mapping of names to {of}"
+        raise CheckpointError(message, key=name)

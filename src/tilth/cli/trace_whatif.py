@@ -11,13 +11,12 @@ import numpy as np
 import typer
 from rich.text import Text
 
-from tilth.analysis.cause import Cause
 from tilth.analysis.events import parse_steps
 from tilth.analysis.network import parse_bandwidth, parse_seconds
 from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
 from tilth.analysis.summaries import run_summary, whatif_summary
-from tilth.analysis.whatif import Replayed, Slowdown
+from tilth.analysis.whatif import Cause, Replayed, Slowdown
 from tilth.cli.declare import study
 from tilth.cli.main import TraceWhatifCommand
 from tilth.cli.tables import WIDTH, new_table, show

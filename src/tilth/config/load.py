@@ -19,7 +19,6 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from tilth.config.checks import check
-from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import PluginError, RecipeError, nearest
 from tilth.config.flows import FLOWS
 from tilth.config.keys import (
@@ -37,6 +36,8 @@ from tilth.config.plugins import absolute, load_plugins
 from tilth.config.schema import ModelConfig, Recipe, RolloutConfig, Section
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
+LIBRARIES = tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8"))
+"""TRL and verl -> their key (a pattern) -> keys of Tilth, "" if there is none: docs/from-trl-and-verl.md as data."""
 
 
 def names() -> list[str]:

@@ -17,10 +17,10 @@ from tilth.launch.planning import published
 from tilth.models.config import DecoderConfig
 from tilth.plan.batch import RankLoad, RowCosts
 from tilth.plan.costs import Costs, load_costs
-from tilth.plan.flops import token_flops
 from tilth.plan.mapping import Option
 from tilth.plan.schedule import Balance
 from tilth.plan.search import STAGES, SearchInput, policy_options
+from tilth.plan.shape import token_flops
 from tilth.plan.uneven import StepCosts
 
 BEST = 4

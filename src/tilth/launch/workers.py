@@ -32,11 +32,11 @@ from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.flops import layer_flops
 from tilth.plan.layout import layouts, policy_layouts, tp_part
 from tilth.plan.lora import is_adapter
 from tilth.plan.memory import has_relay
 from tilth.plan.offload import HostRates, OffloadLimits
+from tilth.plan.shape import layer_flops
 from tilth.plan.working import LargestMicroBatch, ShardFactors, layer_bytes
 from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker

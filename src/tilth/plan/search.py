@@ -24,13 +24,12 @@ from tilth.core.layout import Mesh
 from tilth.plan.batch import RowCosts
 from tilth.plan.costs import Costs
 from tilth.plan.devices import DeviceType
-from tilth.plan.flops import token_flops
 from tilth.plan.layout import Placed, check_shape, cut, replica_counts
 from tilth.plan.mapping import MappingProblem, Option, Options, RoleMapping, search
 from tilth.plan.memory import BASE, CUDA, TOKEN, Need
 from tilth.plan.pipeline import chunks_of
 from tilth.plan.schedule import ranks_held
-from tilth.plan.shape import DecoderShape, parameters
+from tilth.plan.shape import DecoderShape, parameters, token_flops
 from tilth.plan.step_time import (
     AxisTime,
     Decoding,

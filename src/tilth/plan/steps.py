@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilth.config.schema import Recipe, SupervisedConfig
-from tilth.plan.flops import token_flops
 from tilth.plan.layout import RankPlan, per_rank
 from tilth.plan.memory import Memory
-from tilth.plan.shape import DecoderShape, parameters
+from tilth.plan.shape import DecoderShape, parameters, token_flops
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from tilth.engines.client import EngineClient
 from tilth.engines.request import TextScores
 from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, events, in_one
 from tilth.serve.app import event_stream, unless_gone
-from tilth.serve.chat import ChatChoice, called_schema, hears_calls
+from tilth.serve.choices import ChatChoice, TextChoice, called_schema, hears_calls
 from tilth.serve.errors import HttpError, http_error, read
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import DEFAULT_TOKENS, ServedModel
 from tilth.serve.response_body import ResponsesBody, renamed
 from tilth.serve.responses import ResponseForm
 from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, SampledBody, TokenizeBody
-from tilth.serve.text_choice import TextChoice
 
 LONG = 1 << 16
 """Bytes of a body whose texts are encoded in a thread, so that others are served meanwhile."""

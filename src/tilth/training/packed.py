@@ -34,8 +34,8 @@ from tilth.plan.batch import (
     plan_rows,
     prompt_lengths,
 )
-from tilth.plan.flops import Flops, attended, pass_flops
 from tilth.plan.lora import has_adapters
+from tilth.plan.shape import Flops, attended, pass_flops
 from tilth.trace.spans import span
 from tilth.training.units import ROUTING, TARGETS, check_units, send_rows
 

@@ -1,4 +1,4 @@
-"""Write the reference of all metrics from their declarations: ``python -m tilth.runs.docs > docs/metrics.md``."""
+"""Write the reference of all metrics from their declarations: ``python -m tests.runs.reference > docs/metrics.md``."""
 
 import textwrap
 from typing import get_args

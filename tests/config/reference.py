@@ -1,4 +1,4 @@
-"""Reference of all recipe keys, generated from the schema: ``python -m tilth.config.docs > docs/recipes.md``."""
+"""Reference of all recipe keys, generated from the schema: ``python -m tests.config.reference > docs/recipes.md``."""
 
 from tilth.config.keys import Key, entries_of, keys, sections
 from tilth.config.load import SHIPPED, dump_value, names
