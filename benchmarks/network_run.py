@@ -4,7 +4,7 @@
 
 One `tilth run` with two workers of one thread, whose collectives sleep as on a slow link in every second window of
 steps (``causes_inject/sitecustomize.py``, from outside). From the trace of the slow windows alone the step on the fast
-network is predicted (``analysis.network.retimed``, with the link that the fast windows have, replayed by
+network is predicted (``tilth_studies.other_network``, with the link that the fast windows have, replayed by
 ``analysis.run_replay``), and from the fast windows alone the step on the slow one. Measured is the median step of the
 other windows.
 """
@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 from driver import benchmark_parser, write_rows
+from tilth_studies.other_network import OtherNetwork
 
 from tilth.analysis.events import Events, load
-from tilth.analysis.network import links, retimed
+from tilth.analysis.network import links
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel
 from tilth.plan.costs import Link
@@ -77,8 +78,7 @@ def predicted(events: Events, windows: list[range], link: Link) -> float:
     times = []
     for window in windows:
         steps = read_steps(events, window)
-        model = RunModel(steps, retimed(steps.events, link.latency, link.bandwidth, steps.steps))
-        times += model.times(model.sum_real[:, None])[:, 0].tolist()
+        times += OtherNetwork(link.latency, link.bandwidth).times(RunModel(steps)).tolist()
     return statistics.median(times)
 
 

@@ -7,20 +7,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tilth_studies.other_network import ROOM, assumed, parse_bandwidth, parse_seconds, retimed
 
 from tests.errors import raises
 from tests.examples import examples
 from tilth.analysis.events import from_table
-from tilth.analysis.network import (
-    ROOM,
-    assumed,
-    links,
-    meetings,
-    parse_bandwidth,
-    parse_seconds,
-    retimed,
-    wire,
-)
+from tilth.analysis.network import links, meetings, wire
 from tilth.core.errors import DataError
 from tilth.trace.writer import EVENTS
 

@@ -14,8 +14,7 @@ from tests.errors import raises
 from tests.examples import examples
 from tilth.analysis import perfetto
 from tilth.analysis.events import Coded, Events
-from tilth.analysis.flow_events import BEGIN, END, calls, meetings
-from tilth.analysis.perfetto import Counter, export, nested
+from tilth.analysis.perfetto import BEGIN, END, Counter, calls, communications, export, nested
 from tilth.core.errors import StorageError
 from tilth.trace.ops import kind
 
@@ -177,7 +176,7 @@ def test_communications():
         {"rank": 0, "op": "all_gather", "start": 70, "duration": 5, "detail": "0", "seq": 0},
     ]
     events = made(rows)
-    found = meetings(events)
+    found = communications(events)
     path = [(events.op.text(r), int(events.rank[r]), at) for r, at in zip(found.row, found.at.tolist())]
     assert path == [
         ("broadcast", 3, 40), ("broadcast", 1, 45), ("broadcast", 0, 50), ("send", 0, 10), ("receive", 1, 16),

@@ -1,7 +1,7 @@
 """Export the events of a run in the trace event format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 A process for each rank and a thread for each of its threads; counters with the controller; arrows of calls and
-communications (``flow_events``). Format: "Trace Event Format" of Chromium's Catapult, a JSON object with an array of
+communications. Format: "Trace Event Format" of Chromium's Catapult, a JSON object with an array of
 events; times in us, with three decimals.
 """
 
@@ -17,10 +17,9 @@ from typing import TextIO
 
 import numpy as np
 
-from tilth.analysis import flow_events as arrows
+from tilth.analysis.align import EVERYONE
 from tilth.analysis.events import Events
-from tilth.analysis.flow_events import Arrows
-from tilth.analysis.matching import split
+from tilth.analysis.matching import PAIR, split
 from tilth.analysis.predicted import Predicted
 from tilth.core.files import atomic_write
 
@@ -30,6 +29,8 @@ NAMED = ("call", "submit", "await")
 """Operations whose name includes their detail."""
 PLACES = "stf"
 """Letters of the format for begin, middle and end of an arrow."""
+BEGIN, ON, END = 0, 1, 2
+"""Places of a point in an arrow."""
 SHOWN = ("micro_batch", "seq", "tokens", "squares", "bytes", "flops")
 """Numbers shown with a span besides its step, where they are set."""
 Lines = Iterator[list[str]]
@@ -66,7 +67,7 @@ def export(
     """Write a file in chunks, compressed if its name ends in .gz. about: further entries; costs: of micro-batches,
     shown with their first pass. Raises StorageError."""
     tracks = Tracks(events)
-    called, met = arrows.calls(events), arrows.meetings(events)
+    called, met = calls(events), communications(events)
     parts = chain(
         tracks.metadata(), _spans(events, tracks, costs), _device(events, tracks), _arrows(called, tracks, "call", 0),
         _arrows(met, tracks, "communication", called.count), _counted(events, counters),
@@ -240,6 +241,66 @@ def _numbers(events: Events, rows: np.ndarray) -> list[str]:
         for i, value in zip(known.tolist(), values[known].tolist()):
             found[i] += f',"{name}":{value}'
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class Arrows:
+    """Points of arrows, int64 [k] each, those of one arrow in order. Along an arrow time never falls."""
+
+    number: np.ndarray  # of the arrow, from 0 on
+    row: np.ndarray  # of the span
+    at: np.ndarray  # ns, within the span
+    place: np.ndarray  # BEGIN, ON or END
+
+    @property
+    def count(self) -> int:
+        """Number of arrows."""
+        return int((self.place == BEGIN).sum())
+
+
+def calls(events: Events) -> Arrows:
+    """Return arrows from a call's submit over its execution on each rank to the end of its await, if there is one.
+
+    None in a trace of one process.
+    """
+    spans, points = events.spans, []
+    for rank in events.workers:
+        begun, asked, ended, answered = spans.calls(events.controller, rank)
+        first, last = (events.seq[rows] * (max(events.ranks) + 1) + rank for rows in (begun, ended))
+        points += [(first, asked, 0, False), (first, begun, 1, False), (last, answered, 2, True)]
+    number, row, turn, late = (np.concatenate([np.full(len(p[0]), p[c]) for p in points]) for c in range(4))
+    return _sorted(events, number, row, turn, late.astype(bool))
+
+
+def communications(events: Events) -> Arrows:
+    """Return arrows through the members of each communication by arrival, and from each send to its receive."""
+    spans = events.spans
+    row = spans.of(*EVERYONE, "broadcast", *PAIR)
+    number, _ = spans.grouped(row)
+    row, number = row[number >= 0], number[number >= 0]
+    received = events.op[row].is_("receive")
+    return _sorted(events, number, row, received.astype(np.int64), received)
+
+
+def _sorted(events: Events, number: np.ndarray, row: np.ndarray, turn: np.ndarray, late: np.ndarray) -> Arrows:
+    """Sort points by arrow, turn and time: the start of a span, or its end (late).
+
+    A point that a clock's error put before its cause is moved to it within its span, else dropped, and so are arrows of
+    one point.
+    """
+    last = events.start[row] + np.maximum(events.duration[row] - 1, 0)
+    at = np.where(late, last, events.start[row])
+    order = np.lexsort((at, turn, number))
+    number, row, at, last = number[order], row[order], at[order], last[order]
+    for _ in range(2):  # turns are three at most; within a turn they are in order
+        at[1:] = np.where(number[1:] == number[:-1], np.maximum(at[1:], at[:-1]), at[1:])
+    fits = at <= last
+    number, row, at = number[fits], row[fits], at[fits]
+    _, number, size = np.unique(number, return_inverse=True, return_counts=True)
+    kept = size[number] > 1
+    _, number = np.unique(number[kept], return_inverse=True)
+    begins, ends = np.diff(number, prepend=-1) != 0, np.diff(number, append=-1) != 0
+    return Arrows(number, row[kept], at[kept], np.where(begins, BEGIN, np.where(ends, END, ON)))
 
 
 def _arrows(found: Arrows, tracks: Tracks, name: str, first: int) -> Lines:

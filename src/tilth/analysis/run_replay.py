@@ -25,8 +25,7 @@ CACHE = 32_000_000
 class RunModel:
     """Steps ready for replay: n nodes in the order of the schedule, k operations, s steps."""
 
-    def __init__(self, steps: Steps, retimed: np.ndarray | None = None) -> None:
-        """retimed: int64 ns for each row of the events, from ``network.retimed``, for communications."""
+    def __init__(self, steps: Steps) -> None:
         self.steps = steps
         self.schedule = schedule(steps.graph)
         order = self.schedule.order
@@ -34,8 +33,7 @@ class RunModel:
         self.place = np.empty(len(order), np.int64)
         self.place[order] = np.arange(len(order))
         self.last = self.place[steps.last]
-        real = steps.real if retimed is None else _with(steps, retimed)
-        self.real, self.ideal = real[order], ideal(steps)[order]  # float64 [n, k]: seconds
+        self.real, self.ideal = steps.real[order], ideal(steps)[order]  # float64 [n, k]: seconds
         self.rank, self.kind, self.home = steps.rank[order], steps.kind[order], steps.home[order]
         self.sum_real, self.sum_ideal = self.real.sum(1), self.ideal.sum(1)
 
@@ -76,14 +74,6 @@ class RunModel:
         if not durations:
             return np.zeros((len(self.last), 0))
         return self.times(np.maximum(np.stack(durations, 1), 0))
-
-
-def _with(steps: Steps, retimed: np.ndarray) -> np.ndarray:
-    """Recorded times with other communications."""
-    real = steps.real.copy()
-    nodes = np.flatnonzero(steps.kind == MEET)
-    real[nodes, steps.meet_column[nodes]] = retimed[steps.row[nodes]] * 1e-9
-    return real
 
 
 def ideal(steps: Steps) -> np.ndarray:

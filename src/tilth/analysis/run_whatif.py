@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from tilth.analysis.events import Events
-from tilth.analysis.network import assumed, retimed
 from tilth.analysis.run_graph import Steps, read_steps
 from tilth.analysis.run_replay import RunModel
 from tilth.analysis.run_trace import open_run
@@ -33,37 +32,31 @@ class RunWhatIf(Replayed):
     dropped: list[int]  # steps left out because calls of theirs are missing
     older: int  # number of steps left out because the newer ones have enough events
     profiled: tuple[int, ...]  # steps left out because a profiler made them longer
-    other_network: float | None  # seconds of a step with the recorded work on the given network; None: none was given
-    assumed: tuple[str, ...]  # communications whose latency cannot be separated from bandwidth, ``network.assumed``
 
 
-def analyse(
-    run: str | Path, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
-) -> tuple[RunModel, RunWhatIf, Cause]:
+def analyse(run: str | Path, steps: range | None = None) -> tuple[RunModel, RunWhatIf, Cause]:
     """Analyse the attempt of a run that ``open_run`` chooses.
 
-    steps: only these; typical values still come from the whole run. latency, bandwidth: seconds and bytes a second of
-    another network, for ``other_network``. Raises DataError without events, a complete step or these steps.
+    steps: only these; typical values still come from the whole run. Raises DataError without events, a complete step
+    or these steps.
     """
     events = open_run(run).events
     try:
-        return analyse_events(events, steps, latency, bandwidth)
+        return analyse_events(events, steps)
     except DataError as error:
         raise DataError(f"{run}: {error}", key=error.key) from error
 
 
-def analyse_events(
-    events: Events, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
-) -> tuple[RunModel, RunWhatIf, Cause]:
+def analyse_events(events: Events, steps: range | None = None) -> tuple[RunModel, RunWhatIf, Cause]:
     """Analyse loaded events. Raises DataError without a complete step or these steps."""
     from tilth.analysis.run_cause import diagnose_run
 
     model = RunModel(read_steps(events, steps))
-    found = what_if_run(model, latency, bandwidth)
+    found = what_if_run(model)
     return model, found, diagnose_run(model, found)
 
 
-def what_if_run(model: RunModel, latency: float | None = None, bandwidth: float | None = None) -> RunWhatIf:
+def what_if_run(model: RunModel) -> RunWhatIf:
     """Compute all findings of a run."""
     steps = model.steps
     everything = np.ones((len(model.order), 1), bool)
@@ -80,30 +73,18 @@ def what_if_run(model: RunModel, latency: float | None = None, bandwidth: float 
     exact = alone.mean(0) / best.mean()
     worst = workers[np.lexsort((workers, -exact))][: math.ceil(GUILTY * len(workers))]
     talk = np.array([kind == "communication" for kind in steps.kinds])[None]
+    operations = zip(steps.ops, model.operations().T, model.real.sum(0))
+    least = 1e-3 * model.sum_real.sum()  # frames have no time of their own
     return RunWhatIf(
         steps=steps.steps, recorded=steps.recorded, replayed=replayed, explained=model.usual_delays(), ideal=best,
-        by_optype={n: Slowdown.of(t, best) for n, t in zip(steps.ops, model.operations().T) if _takes_time(model, n)},
+        by_optype={name: Slowdown.of(t, best) for name, t, own in operations if own > least},
         by_stage={}, by_dp=apart({int(d): workers[dp == d] for d in np.unique(dp)}),
         by_axis={axis: apart(groups) for axis, groups in _axes(at, workers.tolist()).items()},
         workers=workers, dp=dp, stage=stage, exact=exact, exact_per_step=(alone / best[:, None]).T,
         worst=worst.tolist(), m_w=mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
         m_s=mended(model, ~everything, replayed, best), m_c=mended(model, talk, replayed, best),
         dropped=steps.dropped, older=steps.older, profiled=steps.profiled,
-        other_network=_elsewhere(steps, latency, bandwidth),
-        assumed=assumed(steps.events, latency, bandwidth, steps.steps),
     )  # fmt: skip
-
-
-def _takes_time(model: RunModel, name: str) -> bool:
-    """True for an operation with time of its own; frames have none."""
-    return bool(model.real[:, model.steps.ops.index(name)].sum() > 1e-3 * model.sum_real.sum())
-
-
-def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> float | None:
-    if latency is None and bandwidth is None:
-        return None
-    model = RunModel(steps, retimed(steps.events, latency, bandwidth, steps.steps))
-    return float(model.times(model.sum_real[:, None]).mean())
 
 
 def place_among(at: dict[int, dict[str, int]], split: Split) -> dict[int, int]:

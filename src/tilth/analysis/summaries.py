@@ -50,8 +50,6 @@ def run_summary(found: RunWhatIf) -> dict[str, Any]:
         "left_out": found.dropped,
         "earlier": found.older,
         "profiled": list(found.profiled),
-        "other_network": found.other_network,
-        "assumed": list(found.assumed),
     }
 
 

@@ -411,7 +411,7 @@ class CkptVerifyCommand(NamedTuple):
     as_json: JsonOption = False
 
 
-@command("diff", "ckpt_diff:diff", ckpt)
+@command("diff", "ckpt_show:diff", ckpt)
 class CkptDiffCommand(NamedTuple):
     """List tensors, values and objects in which two checkpoints differ; with a Hugging Face directory, weights only.
 

@@ -12,7 +12,6 @@ import typer
 from rich.text import Text
 
 from tilth.analysis.events import parse_steps
-from tilth.analysis.network import parse_bandwidth, parse_seconds
 from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
 from tilth.analysis.summaries import run_summary, whatif_summary
@@ -46,13 +45,17 @@ def analyse(options: TraceWhatifCommand) -> None:
 
 def _analyse_run(run: Path, options: TraceWhatifCommand) -> None:
     chosen, svg = parse_steps(options.steps) if options.steps else None, options.svg
-    latency = parse_seconds(options.latency) if options.latency else None
-    bandwidth = parse_bandwidth(options.bandwidth) if options.bandwidth else None
+    network = None
+    if options.latency or options.bandwidth:
+        network = study("other_network:parse")(options.latency, options.bandwidth)
     opened = open_run(run, options.attempt)
     try:
-        _, found, cause = analyse_events(opened.events, chosen, latency, bandwidth)
+        model, found, cause = analyse_events(opened.events, chosen)
     except DataError as error:
         raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}", key=error.key) from error
+    seconds, assumed = None, ()
+    if network is not None:
+        seconds, assumed = float(network.times(model).mean()), network.assumed(model)
     if svg is not None:
         if not found.by_worker:
             raise DataError(f"--svg: {run} ran inline, so there are no workers to draw", key="--svg")
@@ -61,11 +64,12 @@ def _analyse_run(run: Path, options: TraceWhatifCommand) -> None:
         plain = (
             whatif_summary(found, cause)
             | run_summary(found)
+            | {"other_network": seconds, "assumed": list(assumed)}
             | {"attempt": opened.events.attempt, "notes": opened.notes}
         )
         typer.echo(json.dumps(plain, allow_nan=False))
     else:
-        show(*opened.notes, *_run_parts(run, found, cause))
+        show(*opened.notes, *_run_parts(run, found, cause, _other_network(found, seconds, assumed)))
 
 
 def write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequence[str]) -> None:
@@ -91,7 +95,7 @@ def summary(found: Replayed, over: str) -> list[str]:
     ]
 
 
-def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
+def _run_parts(run: Path, found: RunWhatIf, cause: Cause, other_network: Sequence[str]) -> Iterator[Any]:
     steps, count = found.steps, len(found.by_worker)
     who = format.count(count, "worker") if count else "inline: one process, so there are no peers to compare it with"
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
@@ -109,7 +113,7 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
             f"shares of the loss: M_W {found.m_w.share:.4f} ({which} of {count} mended: each step ideal for its own "
             f"work, jitter included), communication {found.m_c.share:.4f}; they overlap"
         )
-    yield from (*_other_network(found), f"cause: {cause.text}\n")
+    yield from (*other_network, f"cause: {cause.text}\n")
     yield from slowdowns("operation", found.by_optype)
     if count:
         for name, at in ({"dp": found.by_dp} | found.by_axis).items():
@@ -121,15 +125,15 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
         yield worker_map(found.exact[None])
 
 
-def _other_network(found: RunWhatIf) -> list[str]:
-    if found.other_network is None:
+def _other_network(found: RunWhatIf, seconds: float | None, assumed: Sequence[str]) -> list[str]:
+    if seconds is None:
         return []
-    times = found.replayed.mean() / found.other_network
-    lines = [f"on the other network a step takes {found.other_network:.4g} s, {times:.2f} times as fast"]
-    if found.assumed:
+    times = found.replayed.mean() / seconds
+    lines = [f"on the other network a step takes {seconds:.4g} s, {times:.2f} times as fast"]
+    if assumed:
         lines.append(
             "  if these wait for bandwidth alone and never for latency, which one size of tensor cannot show: "
-            f"{'; '.join(found.assumed)}. Give both --latency and --bandwidth to assume nothing"
+            f"{'; '.join(assumed)}. Give both --latency and --bandwidth to assume nothing"
         )
     return lines
 

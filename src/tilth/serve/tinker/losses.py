@@ -41,24 +41,12 @@ class TokenLoss:
     """True if every datum must name the samples that it is made of."""
 
 
-def _cross_entropy(p: Tensor, columns: Columns, options: Options) -> Tensor:
-    return -p * columns["weights"]
-
-
 def _ratio(p: Tensor, columns: Columns) -> Tensor:
     return torch.exp(p - columns["logprobs"])
 
 
-def _importance_sampling(p: Tensor, columns: Columns, options: Options) -> Tensor:
-    return -_ratio(p, columns) * columns["advantages"]
-
-
 def _clipped(ratio: Tensor, options: Options) -> Tensor:
     return ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
-
-
-def _ppo(p: Tensor, columns: Columns, options: Options) -> Tensor:
-    return _least(_ratio(p, columns), columns, options)
 
 
 def _least(ratio: Tensor, columns: Columns, options: Options) -> Tensor:
@@ -87,27 +75,20 @@ def _stable_reinforce(p: Tensor, columns: Columns, options: Options) -> Tensor:
     return torch.where(columns[SAMPLED] != 0, penalty - weight * columns["advantages"] * p, 0.0)
 
 
-def _cispo(p: Tensor, columns: Columns, options: Options) -> Tensor:
-    return -_clipped(_ratio(p, columns), options).detach() * p * columns["advantages"]
-
-
-def _dro(p: Tensor, columns: Columns, options: Options) -> Tensor:
-    return -p * columns["advantages"] + 0.5 * options["beta"] * (p - columns["logprobs"]) ** 2
-
-
 _OF_POLICY = ("logprobs", "advantages")
 _CLIP = MappingProxyType({"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+_CLIP_GSPO = MappingProxyType({"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4})
 LOSSES: Mapping[str, TokenLoss] = {
-    "cross_entropy": TokenLoss(_cross_entropy, ("weights",)),
-    "importance_sampling": TokenLoss(_importance_sampling, _OF_POLICY),
-    "ppo": TokenLoss(_ppo, _OF_POLICY, _CLIP),
-    "cispo": TokenLoss(_cispo, _OF_POLICY, _CLIP),
-    "dro": TokenLoss(_dro, _OF_POLICY, MappingProxyType({"beta": 0.05})),
-    "gspo": TokenLoss(
-        _gspo,
-        (*_OF_POLICY, RATIO_MASK),
-        MappingProxyType({"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}),
+    "cross_entropy": TokenLoss(lambda p, c, o: -p * c["weights"], ("weights",)),
+    "importance_sampling": TokenLoss(lambda p, c, o: -_ratio(p, c) * c["advantages"], _OF_POLICY),
+    "ppo": TokenLoss(lambda p, c, o: _least(_ratio(p, c), c, o), _OF_POLICY, _CLIP),
+    "cispo": TokenLoss(lambda p, c, o: -_clipped(_ratio(p, c), o).detach() * p * c["advantages"], _OF_POLICY, _CLIP),
+    "dro": TokenLoss(
+        lambda p, c, o: -p * c["advantages"] + 0.5 * o["beta"] * (p - c["logprobs"]) ** 2,
+        _OF_POLICY,
+        MappingProxyType({"beta": 0.05}),
     ),
+    "gspo": TokenLoss(_gspo, (*_OF_POLICY, RATIO_MASK), _CLIP_GSPO),
     "stable_reinforce": TokenLoss(_stable_reinforce, _OF_POLICY, MappingProxyType({"kl_coeff": 0.0}), provenance=True),
 }
 
