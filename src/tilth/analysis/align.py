@@ -85,10 +85,8 @@ def clocks(asked: Mapping[int, ClockSamples], controller: int, spans: Spans) -> 
 
 
 def _shared(controller: ClockSamples | None, worker: ClockSamples) -> Clock | None:
-    """Clock of a worker that reads the controller's clock by its own account, if its rounds agree.
-
-    No fit is needed, which takes seconds for a long run.
-    """
+    """Clock of a worker that reads the controller's clock by its own account, if its rounds agree. No fit is needed,
+    which takes seconds for a long run."""
     if controller is None or not controller.origin.clock or controller.origin.clock != worker.origin.clock:
         return None
     offset = controller.origin.epoch - worker.origin.epoch

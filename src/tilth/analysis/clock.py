@@ -144,9 +144,7 @@ def fit(least: Bounds, most: Bounds, knots: np.ndarray) -> Clock:
 
 def _segments(planes: list[list[Plane]], x: np.ndarray) -> Iterable[tuple[int, int, np.ndarray]]:
     """Yield (first knot, last knot, polygon [v, 2] of (offset at the first, drift)) for successive straight segments.
-
-    Each is as long as one line fits its bounds; its last knot is the first of the next.
-    """
+    Each is as long as one line fits its bounds; its last knot is the first of the next."""
     first, polygon = 0, _first(planes[0])
     for k in range(1, len(planes)):
         straight = x[k] - x[first] <= STRAIGHT or x[-1] - x[k - 1] < STRAIGHT / 2  # no short end by itself

@@ -283,11 +283,8 @@ def communications(events: Events) -> Arrows:
 
 
 def _sorted(events: Events, number: np.ndarray, row: np.ndarray, turn: np.ndarray, late: np.ndarray) -> Arrows:
-    """Sort points by arrow, turn and time: the start of a span, or its end (late).
-
-    A point that a clock's error put before its cause is moved to it within its span, else dropped, and so are arrows of
-    one point.
-    """
+    """Sort points by arrow, turn and time: the start of a span, or its end (late). A point that a clock's error put
+    before its cause is moved to it within its span, else dropped, and so are arrows of one point."""
     last = events.start[row] + np.maximum(events.duration[row] - 1, 0)
     at = np.where(late, last, events.start[row])
     order = np.lexsort((at, turn, number))

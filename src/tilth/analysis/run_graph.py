@@ -95,10 +95,8 @@ class _Cut:
         self._order()
 
     def _order(self) -> None:
-        """Sort boundaries: at one moment ends before starts, inner ends and outer starts first.
-
-        A span of no time ends right after its start.
-        """
+        """Sort boundaries: at one moment ends before starts, inner ends and outer starts first. A span of no time ends
+        right after its start."""
         events, rows = self.events, self.rows
         depth = _depths(events.parent)[rows]
         start, end = events.start[rows], _inside(events, rows, self.frame)
@@ -171,10 +169,8 @@ def _inside(events: Events, rows: np.ndarray, frame: np.ndarray) -> np.ndarray:
 
 
 def _meetings(events: Events, owner: np.ndarray) -> np.ndarray:
-    """Number the communications of the chosen calls whose members overlap in time.
-
-    A send that ended before its receive began was buffered and waits for nobody.
-    """
+    """Number the communications of the chosen calls whose members overlap in time. A send that ended before its receive
+    began was buffered and waits for nobody."""
     met, number = meetings(events), np.full(len(events), -1)
     rows, groups = met.rows, met.number
     if not len(rows):
@@ -209,10 +205,8 @@ def read_steps(events: Events, wanted: range | None = None, most: int = MOST) ->
 
 
 def _newest(events: Events, steps: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """(the newest of these steps with at most ``most`` events, at least one; these and a sample of the others).
-
-    The sample takes one of every few neighbours at random (seeded), since some work is done every N steps.
-    """
+    """(the newest of these steps with at most ``most`` events, at least one; these and a sample of the others). The
+    sample takes one of every few neighbours at random (seeded), since some work is done every N steps."""
     numbers, count = np.unique(events.step, return_counts=True)
     sizes = count[np.searchsorted(numbers, steps)]
     fit = np.cumsum(sizes[::-1]) <= most

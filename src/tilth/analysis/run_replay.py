@@ -88,10 +88,8 @@ def ideal(steps: Steps) -> np.ndarray:
 
 
 def _share(steps: Steps, result: np.ndarray) -> None:
-    """Set segments and launches of one call to the mean over its ranks.
-
-    If the ranks differ in their number of segments (their groups differ), scale each rank's to the mean of the sums.
-    """
+    """Set segments and launches of one call to the mean over its ranks. If the ranks differ in their number of segments
+    (their groups differ), scale each rank's to the mean of the sums."""
     nodes = np.flatnonzero(~steps.home & ((steps.kind == WORK) | (steps.kind == LAUNCH)))
     if not len(nodes):
         return

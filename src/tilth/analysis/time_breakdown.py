@@ -216,10 +216,8 @@ def covered(start: np.ndarray, end: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _rest(events: Events, names: tuple[str, ...], *tables: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    """Add the remaining time as waiting; inline as the process's own.
-
-    Each of tables: a table, the whole time of its rows, and the part of it in which no worker was in a call.
-    """
+    """Add the remaining time as waiting; inline as the process's own. Each of tables: a table, the whole time of its
+    rows, and the part of it in which no worker was in a call."""
     peers, controller, other = (names.index(n) for n in (PEERS, CONTROLLER, OTHER))
     for table, whole, alone in tables:
         left = np.maximum(whole - table.sum(1), 0)

@@ -147,8 +147,7 @@ def mark_best(root: Location, best: Mapping[str, Any] | None) -> None:
         else:
             storage.put(BEST, (json.dumps(dict(best)) + "\n").encode())
     except OSError as error:
-        message = f"{join(root, BEST)} cannot be written: {error.strerror or error}"
-        raise StorageError(message, key=BEST) from error
+        raise StorageError(f"{join(root, BEST)} cannot be written: {error.strerror or error}", key=BEST) from error
 
 
 def record_best(root: Location, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -359,10 +358,8 @@ class Attempt:
 
 
 def _remove_leftovers(storage: Storage) -> None:
-    """Remove what crashed saves left; a replaced checkpoint only if its successor is in place.
-
-    A leftover that cannot be removed does not fail this save: ``listing`` shows it, and the next save tries again.
-    """
+    """Remove what crashed saves left; a replaced checkpoint only if its successor is in place. A leftover that cannot
+    be removed does not fail this save: ``listing`` shows it, and the next save tries again."""
     taken = set(_complete(storage).values())
     for name in storage.names():
         if match := _ANY.fullmatch(name):

@@ -401,8 +401,7 @@ def raise_problems(place: object, problems: Iterable[CheckpointError]) -> None:
     found = list(problems)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        message = f"checkpoint {place}: {'; '.join(map(str, found[:_SHOWN]))}{more}"
-        raise CheckpointError(message, key=found[0].key)
+        raise CheckpointError(f"checkpoint {place}: {'; '.join(map(str, found[:_SHOWN]))}{more}", key=found[0].key)
 
 
 def _rank_of(report: Report) -> str:

@@ -430,5 +430,4 @@ def _whole_group(name: str, tensors: Mapping[str, Tensor]) -> Group:
 
 def _check_mapping(name: str, value: Any, of: str) -> None:
     if not isinstance(value, Mapping):
-        message = f"{name} is a {type(value).__name__}; it must be a mapping of names to {of}"
-        raise CheckpointError(message, key=name)
+        raise CheckpointError(f"{name} is a {type(value).__name__}; it must be a mapping of names to {of}", key=name)

@@ -146,8 +146,7 @@ def _dtype(name: str, tensor: str, group: Group, rank: int) -> str:
         message = f"tensor {name}/{tensor} ({kind}) cannot be stored in safetensors"
         raise CheckpointError(message, key=f"{name}/{tensor}.dtype")
     if tensor == METADATA:
-        message = f"tensor {name}/{tensor}: safetensors reserves this name"
-        raise CheckpointError(message, key=f"{name}/{tensor}.name")
+        raise CheckpointError(f"tensor {name}/{tensor}: safetensors reserves this name", key=f"{name}/{tensor}.name")
     return str(dtype).removeprefix("torch.")
 
 

@@ -184,10 +184,8 @@ class Local:
 
 
 def _open_regular(path: Path) -> int:
-    """Open a file for reading. OSError for a link, which may lead anywhere, and for a pipe, which would block.
-
-    Only the last name is checked: the user may have made a folder a link.
-    """
+    """Open a file for reading. OSError for a link, which may lead anywhere, and for a pipe, which would block. Only the
+    last name is checked: the user may have made a folder a link."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -220,11 +218,9 @@ class _LocalRanges(Ranges):
             into, offset = into[count:], offset + count
 
     def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
-        """Copy rows shorter than a page from a memory map, all at once.
-
-        A system call for each row of 1 KiB takes nine times as long. Nothing else is mapped: a disk that fails behind a
-        map, or a truncated file, kills the process (SIGBUS) instead of raising OSError. So its size is checked.
-        """
+        """Copy rows shorter than a page from a memory map, all at once. A system call for each row of 1 KiB takes nine
+        times as long. Nothing else is mapped: a disk that fails behind a map, or a truncated file, kills the process
+        (SIGBUS) instead of raising OSError. So its size is checked."""
         rows = len(into) // nbytes
         end = offset + (rows - 1) * stride + nbytes
         if nbytes >= BLOCK or rows < 2:

@@ -83,10 +83,8 @@ def _shares(wants: Sequence[Want], parts: int) -> list[Sequence[Want]]:
 
 
 class _PieceCut(NamedTuple):
-    """The wanted part of a piece, as rows under tiles, and the tiles that contain it.
-
-    The elements of a single row count as rows, so that its tiles are bands of rows.
-    """
+    """The wanted part of a piece, as rows under tiles, and the tiles that contain it. The elements of a single row
+    count as rows, so that its tiles are bands of rows."""
 
     leading: Shape
     width: int

@@ -56,8 +56,7 @@ def _active(run: Path) -> dict[str, Any]:
         why = (
             "is not active" if state["state"] != "running" else "has no supervisor (guard.restarts = 0, or no command)"
         )
-        message = f"{run} {why}: end it and resume it with --allow KEY KEY=VALUE"
-        raise DataError(message, key="run.json.supervisor")
+        raise DataError(f"{run} {why}: end it and resume it with --allow KEY KEY=VALUE", key="run.json.supervisor")
     return state
 
 

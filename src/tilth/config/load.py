@@ -21,17 +21,7 @@ from pydantic import ValidationError
 from tilth.config.checks import check
 from tilth.config.errors import PluginError, RecipeError, nearest
 from tilth.config.flows import FLOWS
-from tilth.config.keys import (
-    Key,
-    all_names,
-    declared_as,
-    entries_of,
-    find,
-    keys,
-    listed,
-    sections,
-    table_entry,
-)
+from tilth.config.keys import Key, all_names, declared_as, entries_of, find, keys, listed, sections, table_entry
 from tilth.config.plugins import absolute, load_plugins
 from tilth.config.schema import ModelConfig, Recipe, RolloutConfig, Section
 
@@ -112,9 +102,7 @@ def _model(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _fitted(data: dict[str, Any], chosen: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the data with lengths and a tokenizer that fit the model, and a line on each that this has changed.
-
-    chosen: what a person has set, which is never changed.
-    """
+    chosen: what a person has set, which is never changed."""
     told: list[str] = []
     path = _model(data).get("path")
     context = _model(data).get("context", ModelConfig.model_fields["context"].default)
@@ -243,8 +231,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         for part in path:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                message = f"override {override!r} needs a section, but {part} has a value already"
-                raise RecipeError(message, key=name)
+                raise RecipeError(f"override {override!r} needs a section, but {part} has a value already", key=name)
         table.update(_merge(table, {last: _mark_tables(name, _parse_value(name, text.strip()))}))
     return result
 
@@ -450,10 +437,8 @@ def _explain_listed(name: str, own: Sequence[Key], problem: Any) -> str:
 
 
 def _problems(error: ValidationError) -> dict[tuple[Any, ...], Any]:
-    """Return place -> problem. A place is section, key and, in a table or a list, the entry.
-
-    For a key that takes text or a table, problems inside a given table replace those of the key itself.
-    """
+    """Return place -> problem. A place is section, key and, in a table or a list, the entry. For a key that takes text
+    or a table, problems inside a given table replace those of the key itself."""
     found: dict[tuple[Any, ...], Any] = {}
     for problem in error.errors(include_url=False):
         place = tuple(part for part in problem["loc"] if part != "[key]")

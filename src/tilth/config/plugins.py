@@ -510,9 +510,7 @@ def import_file(path: Path) -> ModuleType:
 
 class _Neighbours:
     """Finder of modules in the folder of a plugin, whose file stands in ``sys.path``, here and in child processes.
-
-    Finds what plugins import, no other names: the folder may have a package that a library only tries to import.
-    """
+    Finds what plugins import, no other names: the folder may have a package that a library only tries to import."""
 
     def __init__(self, plugin: str) -> None:
         """ImportError: this is no plugin's place."""

@@ -251,8 +251,7 @@ class RolloutConfig(RoleSection):
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
     run_ahead: bool = Field(
-        False,
-        description="answer prompts of the next step, greedily, in idle rows of engines, for drafts alone",
+        False, description="answer prompts of the next step, greedily, in idle rows of engines, for drafts alone"
     )
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")], "engine")] = Field(
         "native", description="generation engine; plugins can add others"
@@ -355,8 +354,7 @@ class PreferenceConfig(Section):
     """Loss on pairs of answers, in flows dpo and reward_model; [supervised] sets their steps."""
 
     loss: str = Field(
-        "sigmoid",
-        description="sigmoid (DPO), robust, hinge, ipo, simpo or a plugin's; reward_model: bradley_terry",
+        "sigmoid", description="sigmoid (DPO), robust, hinge, ipo, simpo or a plugin's; reward_model: bradley_terry"
     )
     beta: Rate = Field(0.0, description="scale of the implicit reward; 0: the default of the loss (0.1, simpo 2)")
     smoothing: float = Field(
@@ -391,8 +389,7 @@ class ReferenceConfig(RoleSection):
     """Model of the KL penalty, or teacher of flow distill."""
 
     path: Annotated[str, Fixed("the KL penalty is towards this model")] = Field(
-        "",
-        description="run or Hugging Face directory with the same tokens; empty: the policy at the phase's start",
+        "", description="run or Hugging Face directory with the same tokens; empty: the policy at the phase's start"
     )
 
 
@@ -525,9 +522,7 @@ class RunConfig(Section):
         0, description="due checkpoints in a row that may fail before the run stops; 0: any number, with new tries"
     )
     grace: float = Field(
-        60.0,
-        gt=0,
-        description="seconds after SIGTERM or SIGHUP for a last checkpoint, then the run ends anyway",
+        60.0, gt=0, description="seconds after SIGTERM or SIGHUP for a last checkpoint, then the run ends anyway"
     )
     checkpoints: Annotated[str, Fixed("its checkpoints are there")] = Field(
         "", description="place of checkpoints: a folder or a store's URL (s3://bucket/path); empty: the run's folder"

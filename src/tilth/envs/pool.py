@@ -305,11 +305,9 @@ class EnvironmentPool:
         return Answer(episode.id, asked.op, None, reason, status)
 
     def _overdue(self, episode: _Episode) -> list[Answer]:
-        """Fail an episode that hangs; its process goes on for its other episodes if it still answers.
-
-        If it does not, the episode whose thread computes holds the others up: it fails, once it is beyond its limit
-        too. If none computes, nobody is blamed: each begins again in a process of its own.
-        """
+        """Fail an episode that hangs; its process goes on for its other episodes if it still answers. If it does not,
+        the episode whose thread computes holds the others up: it fails, once it is beyond its limit too. If none
+        computes, nobody is blamed: each begins again in a process of its own."""
         child = self._child_of(episode.id)
         assert child is not None
         before = child.computed()
@@ -347,11 +345,9 @@ class EnvironmentPool:
         return self._episodes[most] if spent.get(most, 0.0) > max(0.05 * PING, sum(spent.values()) / 2) else None
 
     def _lose(self, child: "_Child", reason: str) -> list[Answer]:
-        """Begin the episodes of a lost process again. reason: why it died; "": it was killed for another's sake.
-
-        Those with a request in flight may have ended it: each gets a process of its own, and fails when that dies too.
-        More than ``SUSPECTS`` of them are divided among that many processes, and again if one of these dies.
-        """
+        """Begin the episodes of a lost process again. reason: why it died; "": it was killed for another's sake. Those
+        with a request in flight may have ended it: each gets a process of its own, and fails when that dies too. More
+        than ``SUSPECTS`` of them are divided among that many processes, and again if one of these dies."""
         if child in self._children:
             self._children.remove(child)
         found = []

@@ -113,11 +113,9 @@ def matmul_attention(
 
 
 def _softmax_with(scores: Tensor, sinks: Tensor, b: int, tq: int) -> Tensor:
-    """Return softmax of scores [B * Hkv, G * Tq, Tk] and a sink of each head, without the sink's own weight.
-
-    The sink stands before the keys, in as many columns as leave their alignment: the bits of a row then do not depend
-    on the number of masked keys behind it.
-    """
+    """Return softmax of scores [B * Hkv, G * Tq, Tk] and a sink of each head, without the sink's own weight. The sink
+    stands before the keys, in as many columns as leave their alignment: the bits of a row then do not depend on the
+    number of masked keys behind it."""
     column = sinks.to(scores.dtype).view(1, -1, 1).expand(b, -1, tq).reshape(*scores.shape[:2], 1)
     column = F.pad(column, (0, KEYS - 1), value=-torch.inf)
     return torch.softmax(torch.cat((column, scores), -1), -1)[..., KEYS:]
@@ -146,10 +144,8 @@ def as_wide(v: Tensor, q: Tensor) -> Tensor:
 
 def _sink_as_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add a first key without value to which each head's queries have the score of its sink: fused kernels take none.
-
     q: [B, H, Tq, hd], k and v: [B, H, Tk, ...]. Heads become wider, by a multiple that kernels like; the scale stays
-    hd**-0.5.
-    """
+    hd**-0.5."""
     extra, heads = 8, q.shape[1]
     column = (sinks.to(q.dtype) * q.shape[3] ** 0.5).view(1, heads, 1, 1).expand(*q.shape[:3], 1)
     q = torch.cat((F.pad(q, (0, extra - 1)), column), 3)

@@ -203,8 +203,7 @@ def check(good: bool, name: str, value: object, right: str) -> None:
 def need(hf: Mapping[str, Any], key: str) -> int:
     """Return a whole number of config.json. Raises ModelError if it is none."""
     if not isinstance(hf.get(key), int):
-        message = f"config.json: {key} is {hf.get(key)!r}; it must be a whole number"
-        raise ModelError(message, key=f"config.json.{key}")
+        raise ModelError(f"config.json: {key} is {hf.get(key)!r}; it must be a whole number", key=f"config.json.{key}")
     return hf[key]
 
 

@@ -471,8 +471,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}", key=f"{file.name}.content") from error
     if not isinstance(content, dict):
-        message = f"{file} holds a {type(content).__name__}; it must hold an object"
-        raise ModelError(message, key=f"{file.name}.type")
+        raise ModelError(f"{file} holds a {type(content).__name__}; it must hold an object", key=f"{file.name}.type")
     return content
 
 

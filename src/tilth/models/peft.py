@@ -148,10 +148,8 @@ def _pairs(found: Mapping[str, tuple[str, str, str]]) -> dict[tuple[str, str], d
 def _of_parameter(
     block: str, halves: Mapping[str, Tensor], shape: DecoderConfig, source: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters of one stack of experts, of which PEFT adapts gate and up as one matrix.
-
-    halves: A [rank * experts, in] and B [out, rank * experts], as ``peft.tuners.lora.layer.ParamWrapper`` has them.
-    """
+    """Yield the adapters of one stack of experts, of which PEFT adapts gate and up as one matrix. halves: A [rank *
+    experts, in] and B [out, rank * experts], as ``peft.tuners.lora.layer.ParamWrapper`` has them."""
     experts, inner, hidden = shape.num_experts, shape.expert_size, shape.hidden_size
     if halves.keys() != {"A", "B"} or len(halves["A"]) % experts or halves["B"].shape[1] != len(halves["A"]):
         raise ModelError(f"{source} is no adapter of a stack of {experts} experts", key=f"{block}.parameters")

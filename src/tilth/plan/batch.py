@@ -237,11 +237,7 @@ def plan_batch(
 
 
 def _in_units(
-    table: RowTable,
-    rows: np.ndarray,
-    limits: MicroBatchLimits,
-    units: int,
-    scheduled: Callable[[np.ndarray], Rounds],
+    table: RowTable, rows: np.ndarray, limits: MicroBatchLimits, units: int, scheduled: Callable[[np.ndarray], Rounds]
 ) -> list[tuple[np.ndarray, MicroBatchPlan]]:
     """Plan rows for neighbouring ranks: the rows that each one has, and its micro-batches in the order of rounds."""
     rounds = scheduled(table.lengths[rows])

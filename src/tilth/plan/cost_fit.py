@@ -73,13 +73,7 @@ def held_out_error(
 
 
 def fit_compute(
-    op: str,
-    role: str,
-    tokens: np.ndarray,
-    squares: np.ndarray,
-    seconds: np.ndarray,
-    rank: np.ndarray,
-    step: np.ndarray,
+    op: str, role: str, tokens: np.ndarray, squares: np.ndarray, seconds: np.ndarray, rank: np.ndarray, step: np.ndarray
 ) -> Compute:
     """Fit the cost of an operation of a role on n > 0 spans: amounts, times, rank and step of each, [n]."""
     separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())

@@ -252,8 +252,7 @@ def parse_costs(found: Any, path: Path, part: str = "") -> Costs:
     """Return costs from JSON values of ``as_dict``. path, part: where they stand. DataError with the wrong field."""
     name = f"{path.name}{part}"
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        message = f"{path} holds no costs; tilth trace costs RUN --save PATH writes them"
-        raise DataError(message, key=f"{name}.format")
+        raise DataError(f"{path} holds no costs; tilth trace costs RUN --save PATH writes them", key=f"{name}.format")
     if found.get("version") != VERSION:
         message = f"{path} is of version {found.get('version')!r}; this Tilth reads {VERSION}"
         raise DataError(message, key=f"{name}.version")

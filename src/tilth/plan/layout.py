@@ -60,8 +60,7 @@ def ranks_of(recipe: Recipe, pool: str) -> range:
         if name == pool:
             return range(first, first + workers)
         first += workers
-    message = f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}"
-    raise RecipeError(message, key="cluster.pools")
+    raise RecipeError(f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}", key="cluster.pools")
 
 
 def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:

@@ -57,12 +57,7 @@ def plan_loaders(
 
 
 def place_loaders(
-    plan: Mapping[str, int],
-    work: Mapping[str, float],
-    cap: int,
-    now: Sequence[Shares] = (),
-    *,
-    gain: float = GAIN,
+    plan: Mapping[str, int], work: Mapping[str, float], cap: int, now: Sequence[Shares] = (), *, gain: float = GAIN
 ) -> list[dict[str, float]]:
     """Return the shares of sources that each process has: a process for each loader, or all on ``cap`` processes.
 

@@ -174,10 +174,8 @@ def shares_memory(recipe: Recipe) -> bool:
 
 
 def _shared(cut: ShardFactors, parts: int) -> int:
-    """Return the elements of the policy's shard, one of ``parts`` of an engine's, that lie in it.
-
-    A slice along columns, or of each expert, is not contiguous, and is copied unless it is all of it.
-    """
+    """Return the elements of the policy's shard, one of ``parts`` of an engine's, that lie in it. A slice along
+    columns, or of each expert, is not contiguous, and is copied unless it is all of it."""
     whole = {name: math.prod(sizes) for name, sizes in parameter_shapes(cut.shape).items()}
     rules = {name: rule_of(cut.shape.table, name) for name in whole if parts > 1}
     copied = sum(whole[name] for name, rule in rules.items() if rule.tp == "columns" or rule.stacked)

@@ -271,8 +271,7 @@ class Stages:
         if name.startswith("model.layers."):
             layer, count = int(name.split(".")[2]), self.layers[-1].stop
             if layer >= count:
-                message = f"no stage holds {name}: the model has layers 0 to {count - 1}"
-                raise ScheduleError(message, key=name)
+                raise ScheduleError(f"no stage holds {name}: the model has layers 0 to {count - 1}", key=name)
             return (next(k for k, own in enumerate(self.layers) if layer in own) % self.count,)
         if name.startswith("model.embed_tokens."):
             return (0, last) if self.tied and last else (0,)

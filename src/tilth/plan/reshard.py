@@ -84,12 +84,7 @@ class ReshardPlan:
 
     @classmethod
     def of(
-        cls,
-        rank: int,
-        source: Mesh,
-        held: Mapping[str, Layout],
-        target: Mesh,
-        wanted: Mapping[str, Layout],
+        cls, rank: int, source: Mesh, held: Mapping[str, Layout], target: Mesh, wanted: Mapping[str, Layout]
     ) -> "ReshardPlan":
         """Return the plan of the ranks around ``rank``; all of them get the same one.
 

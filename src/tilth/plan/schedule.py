@@ -232,10 +232,8 @@ def _free_first(done: np.ndarray, width: int, step: float) -> np.ndarray:
 
 
 def _fill(batch: _Batch, gangs: _Gangs, rows: np.ndarray, _stages: int) -> tuple[Rounds, float]:
-    """Give sequences, costliest first, to the longest wait for a gang, else to the rank that is free first.
-
-    Return the rounds and the time at which the last rank has finished.
-    """
+    """Give sequences, costliest first, to the longest wait for a gang, else to the rank that is free first. Return the
+    rounds and the time at which the last rank has finished."""
     slots = [(begin, rank) for _, begin, rank in gangs.gaps]
     room = [(-wait, slot) for slot, (wait, _, _) in enumerate(gangs.gaps)]
     free = [(load, len(slots) + rank) for rank, load in enumerate(gangs.loads.tolist())]
@@ -272,11 +270,9 @@ def _in_rounds(units: list[Unit], ranks: int) -> Rounds:
 
 
 def _fill_pipelines(batch: _Batch, gangs: _Gangs, rows: np.ndarray, stages: int) -> tuple[Rounds, float]:
-    """Give each pipeline packs of one level of lengths, short ones in greater number.
-
-    A pipeline of equal stages takes the sum of its micro-batches and (stages - 1) times the costliest one. Return the
-    rounds and the time at which the last pipeline has finished.
-    """
+    """Give each pipeline packs of one level of lengths, short ones in greater number. A pipeline of equal stages takes
+    the sum of its micro-batches and (stages - 1) times the costliest one. Return the rounds and the time at which the
+    last pipeline has finished."""
     packs = _level_packs(batch, rows[np.argsort(-batch.lengths[rows], kind="stable")])
     costs = np.array([batch.weights[pack].sum() for pack in packs])
     order = np.argsort(-costs, kind="stable")
@@ -311,10 +307,8 @@ def _level_packs(batch: _Batch, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _cut(costs: np.ndarray, gangs: _Gangs, ranks: int, stages: int) -> np.ndarray:
-    """Cut packs, costliest first, into runs for the ranks from the most to the least loaded one.
-
-    Return the rank of each pack, int64 [n].
-    """
+    """Cut packs, costliest first, into runs for the ranks from the most to the least loaded one. Return the rank of
+    each pack, int64 [n]."""
     top, total = np.zeros(ranks), np.zeros(ranks)
     for unit in gangs.units:
         members = list(unit.ranks)

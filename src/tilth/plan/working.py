@@ -225,10 +225,8 @@ def layer_bytes(recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestM
 
 def _saved(recipe: Recipe, cut: ShardFactors, longest: int, *, shared: bool) -> int:
     """Return elements that one layer keeps of one token for the backward pass (within 12 % of torch's allocation).
-
     Where ranks divide the residual stream's tokens, the outputs of both norms are gathered in addition. shared:
-    attention has a mask, since samples share their prompts.
-    """
+    attention has a mask, since samples share their prompts."""
     element, shape, spread = element_of(recipe), cut.shape, cut.spread
     query, mixed = shape.num_heads * shape.head_dim, shape.num_heads * shape.value_dim
     key, value = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim
@@ -246,10 +244,8 @@ def _saved(recipe: Recipe, cut: ShardFactors, longest: int, *, shared: bool) -> 
 
 
 def _saved_by_experts(shape: DecoderShape, query: int) -> int:
-    """Return elements that a block of experts keeps of one token.
-
-    What goes up and is made of it, rows and results of its pairs with experts, the router's logits, scores and choice.
-    """
+    """Return elements that a block of experts keeps of one token. What goes up and is made of it, rows and results of
+    its pairs with experts, the router's logits, scores and choice."""
     width = 2 * (layer_width(shape, "matrix", "rows", experts=True) - query)
     return width + 2 * shape.experts_per_token * shape.hidden_size + 3 * shape.num_experts
 
@@ -293,11 +289,9 @@ def training(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = Tr
 def _moments(
     recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestMicroBatch, head: bool
 ) -> Iterator[tuple[Item, ...]]:
-    """Yield the working sets of four moments: loss, backward of the last layer, of the embedding, optimizer.
-
-    The gradient of the head exists from the loss on: beside that of earlier micro-batches and, with tied embeddings,
-    until the embedding's gradient is added.
-    """
+    """Yield the working sets of four moments: loss, backward of the last layer, of the embedding, optimizer. The
+    gradient of the head exists from the loss on: beside that of earlier micro-batches and, with tied embeddings, until
+    the embedding's gradient is added."""
     shape, own = cut.shape, cut.learned * FP32
     layer, table = layer_bytes(recipe, cut, longest, micro), 0 if cut.adapters else cut.table * FP32
     kept, slack = _kept(recipe, cut, micro, layer, longest)
@@ -357,10 +351,8 @@ def _products(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch) -> in
 
 
 def _chosen(recipe: Recipe, shape: DecoderShape, longest: int) -> int:
-    """Return elements of one token that a layer keeps under selective recomputation (``models.activations.KEPT``).
-
-    They are the outputs of matrix products; of attention, and one number per head in fp32, if it is no plain matmul.
-    """
+    """Return elements of one token that a layer keeps under selective recomputation (``models.activations.KEPT``). They
+    are the outputs of matrix products; of attention, and one number per head in fp32, if it is no plain matmul."""
     element, query = element_of(recipe), shape.num_heads * shape.head_dim
     experts = bool(shape.expert_layers)
     products = sum(layer_width(shape, "matrix", tp, experts=experts) for tp in ("rows", "copied", "columns"))
@@ -416,13 +408,7 @@ class EngineDemand(NamedTuple):
 
 
 def kv_cache(
-    shape: DecoderShape,
-    asked: EngineDemand,
-    element: int,
-    *,
-    fixed: bool,
-    routing: bool = False,
-    latent: bool = True,
+    shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: bool, routing: bool = False, latent: bool = True
 ) -> tuple[int, int]:
     """Return bytes of the KV cache at full length, and additional bytes while its buffers grow for the last time.
 
@@ -466,11 +452,9 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
 
 
 def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:
-    """Return bytes of logits during sampling, of decoding rows or of first tokens beside those of their prompts.
-
-    Counts logits and log-probs, those of decoding rows padded to groups; one more copy on a GPU (probabilities of all
-    rows), one for a filter, five if top-p sorts the vocabulary.
-    """
+    """Return bytes of logits during sampling, of decoding rows or of first tokens beside those of their prompts. Counts
+    logits and log-probs, those of decoding rows padded to groups; one more copy on a GPU (probabilities of all rows),
+    one for a filter, five if top-p sorts the vocabulary."""
     r = recipe.rollout
     more = 5 if r.top_p < 1 and not r.top_k else int(bool(r.top_k or r.min_p or r.top_p < 1))
     first = min(asked.rows, max(1, CHOICE_ELEMENTS // vocab))

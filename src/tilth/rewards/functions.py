@@ -366,8 +366,7 @@ def _existing(path: Path, spec: str) -> Path:
 
 def _checked(function: Any, spec: str) -> Reward:
     if not callable(function):
-        message = f"reward {spec!r} is a {type(function).__name__}, not a function"
-        raise RewardError(message, key=f"{_key(spec)}.type")
+        raise RewardError(f"reward {spec!r} is a {type(function).__name__}, not a function", key=f"{_key(spec)}.type")
     try:
         inspect.signature(function).bind("prompt", "completion", {})
     except ValueError:  # a builtin without a signature

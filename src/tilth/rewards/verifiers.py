@@ -243,10 +243,8 @@ class MathEquivalence:
             return 0.0
 
     def _gold(self, info: Info) -> list[Any]:
-        """Parse the answer: marked or in a sentence as it stands, else all of it.
-
-        The library finds no more than a number in bare LaTeX: 2 in 2\\sqrt{3}.
-        """
+        """Parse the answer: marked or in a sentence as it stands, else all of it. The library finds no more than a
+        number in bare LaTeX: 2 in 2\\sqrt{3}."""
         answer = answer_of(info)
         whole = f"${answer}$" if re.search(r"[0-9\\=+*/^]", answer) else ""  # else words, which would be symbols
         if _MARKED.search(answer) or _WORD.search(_COMMAND.sub("", answer)):

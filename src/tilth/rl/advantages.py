@@ -189,10 +189,8 @@ def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:
 
 
 def _scores(packing: Packing, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the score of each row, float64 [n], 0 where missing, and bool [n], True where it is known.
-
-    A row without tokens that count has no score, whether rewards are given by row or by token.
-    """
+    """Return the score of each row, float64 [n], 0 where missing, and bool [n], True where it is known. A row without
+    tokens that count has no score, whether rewards are given by row or by token."""
     rewards = rewards.to(packing.mask.device, torch.float64)
     n, total = len(packing.lengths), len(packing.mask)
     if rewards.shape not in ((n,), (total,)):

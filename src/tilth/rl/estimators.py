@@ -436,10 +436,8 @@ class _Critic(_Whitened):
     needs: ClassVar[tuple[str, ...]] = ("rewards", "values")
 
     def delta(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """One-step errors r + gamma * V' - V of the tokens that count, and V; the value after the last one is 0.
-
-        Masked tokens are taken out first: in what is left, each token's successor is the next entry of its row.
-        """
+        """One-step errors r + gamma * V' - V of the tokens that count, and V; the value after the last one is 0. Masked
+        tokens are taken out first: in what is left, each token's successor is the next entry of its row."""
         values, rewards = tokens.chosen("values"), tokens.rewards[tokens.packing.mask]
         row = tokens.packing.spread(torch.arange(len(tokens.packing.counts), device=values.device))[tokens.packing.mask]
         same = torch.nn.functional.pad(row[1:] == row[:-1], (0, 1))[: len(row)]

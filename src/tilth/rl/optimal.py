@@ -36,10 +36,8 @@ class _Cells:
 
     def advantages(self, eps: float, singleton: str) -> Tensor:
         """Return the reward to come minus the baseline of the cell, [k]: exactly 0 where all rewards to come of a cell
-        are equal.
-
-        Sums run in the order (cell, path, reward), so they have the same bits whatever the order of the tokens.
-        """
+        are equal. Sums run in the order (cell, path, reward), so they have the same bits whatever the order of the
+        tokens."""
         _, group = torch.unique(self.group, return_inverse=True)
         width = int(self.place.max()) + 1 if len(self.place) else 1
         _, cell, sizes = torch.unique(group * width + self.place, return_inverse=True, return_counts=True)

@@ -227,10 +227,8 @@ class Dro(PolicyLoss):
 
 
 class _Dppo(PolicyLoss):
-    """Divergence PPO (2602.04879): -w A log pi, w = min(r, cap) constant, without tokens that went too far already.
-
-    Too far: the probability of the token moved in the direction of its advantage by more than the divergence allows.
-    """
+    """Divergence PPO (2602.04879): -w A log pi, w = min(r, cap) constant, without tokens that went too far already. Too
+    far: the probability of the token moved in the direction of its advantage by more than the divergence allows."""
 
     ratio_bounds: ClassVar[tuple[str, ...]] = ("cap",)
     cap: float | None = Field(20.0, ge=0, description="bound on the weight, at least 1 (3 in verl's recipes); 0: none")

@@ -275,10 +275,8 @@ def _mean(values: Tensor, reduce: Reduce) -> Tensor:
 
 def _smallest(values: Tensor, mean: float, reduce: Reduce) -> Tensor:
     """Return bool: the smallest values whose mean, over all workers, is at most ``mean``; equal values stay together.
-
     values: float64 [k], at least 0. The first value too many is found byte by byte, as non-negative floats have the
-    order of their bits: 8 sums of 512 numbers, and no worker holds another's values.
-    """
+    order of their bits: 8 sums of 512 numbers, and no worker holds another's values."""
     bits, first, before = values.view(torch.int64), 0, values.new_zeros(2)
     for shift in range(56, -8, -8):
         inside = (bits >> shift >> 8) == first

@@ -161,8 +161,7 @@ def _root(sources: list[str]) -> str:
     for folder in ROOTS:
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in sources):
             return folder
-    message = f"each of {', '.join(ROOTS)} is missing or holds a part of Python"
-    raise kernel.SandboxError(message, key="sandbox.root")
+    raise kernel.SandboxError(f"each of {', '.join(ROOTS)} is missing or holds a part of Python", key="sandbox.root")
 
 
 def _place(place: str, folder: bool) -> None:
@@ -257,10 +256,8 @@ def _run(to: Prepared, request: dict[str, Any], body: bytes) -> dict[str, Any]:
 
 
 def _watch(to: Prepared, said: bytes, limits: dict[str, Any], began: float) -> tuple[dict[int, bytearray], str]:
-    """Feed the program and read what it prints; return what came from each pipe, and the limit that it broke.
-
-    Process 1 holds the other end of ``ended`` until its own end, whatever the program does with its descriptors.
-    """
+    """Feed the program and read what it prints; return what came from each pipe, and the limit that it broke. Process 1
+    holds the other end of ``ended`` until its own end, whatever the program does with its descriptors."""
     kept = {to.stdout: bytearray(), to.stderr: bytearray(), to.ended: bytearray()}
     for fd in (to.stdin, *kept):
         os.set_blocking(fd, False)

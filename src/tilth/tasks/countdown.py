@@ -106,10 +106,8 @@ def _digits(numbers: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _puzzles(digits: int, width: int, most: int) -> Puzzles:
-    """Return the first ``most`` distinct puzzles of an endless random sequence of numbers and expressions.
-
-    The search ends early when drawing four times as many adds less than a twentieth, since few more exist then.
-    """
+    """Return the first ``most`` distinct puzzles of an endless random sequence of numbers and expressions. The search
+    ends early when drawing four times as many adds less than a twentieth, since few more exist then."""
     import numpy as np
 
     found, pieces = _distinct(_draw(digits, width, 0)), 1
@@ -137,10 +135,8 @@ def _draw(digits: int, width: int, piece: int) -> Puzzles:
 
 
 def _distinct(puzzles: Puzzles) -> Puzzles:
-    """Keep the first of puzzles with equal target and multiset of numbers, in order.
-
-    They are compared by a hash of 64 bits; a collision drops a puzzle, which does no harm.
-    """
+    """Keep the first of puzzles with equal target and multiset of numbers, in order. They are compared by a hash of 64
+    bits; a collision drops a puzzle, which does no harm."""
     import numpy as np
 
     key = puzzles.target.astype(np.uint64)
@@ -178,9 +174,7 @@ def _steps(form: np.ndarray, width: int) -> tuple[np.ndarray, list[np.ndarray], 
 
 def _evaluate(numbers: np.ndarray, form: np.ndarray, cap: int) -> np.ndarray:
     """Return values of expressions, int64 [n], 0 if a step is no integer in [1, cap]; agrees with ``_expression``.
-
-    Computed in float64, which divides eight times faster and is exact up to ``cap``, at most 10^10.
-    """
+    Computed in float64, which divides eight times faster and is exact up to ``cap``, at most 10^10."""
     import numpy as np
 
     order, operators, pairs = _steps(form, numbers.shape[1])

@@ -95,8 +95,7 @@ class SortingVerifier:
     def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
         given, wanted = _numbers(completion), _numbers(answer_of(info))
         if wanted is None:
-            message = f"the answer is no list of whole numbers: {answer_of(info)[:60]!r}"
-            raise RewardError(message, key="answer.list")
+            raise RewardError(f"the answer is no list of whole numbers: {answer_of(info)[:60]!r}", key="answer.list")
         well_formed = given is not None and Counter(given) == Counter(wanted)
         return graded(well_formed, given == wanted, self.partial)
 

@@ -66,11 +66,9 @@ class Collector:
             gc.enable()
 
     def _on_collection(self, phase: str, about: dict[str, int]) -> None:
-        """Open or close the span; Python calls this at both ends of a collection, in the same thread, one at a time.
-
-        It may interrupt any code that makes an object, so it takes no lock that is held for long. A thread that has
-        just begun has no name yet, under which its later spans would be written.
-        """
+        """Open or close the span; Python calls this at both ends of a collection, in the same thread, one at a time. It
+        may interrupt any code that makes an object, so it takes no lock that is held for long. A thread that has just
+        begun has no name yet, under which its later spans would be written."""
         if phase == "start":
             if nameable():
                 self._open = span("gc", detail=str(about["generation"])).__enter__()

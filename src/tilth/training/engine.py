@@ -428,12 +428,7 @@ class TrainEngine:
         return found
 
     def _forward(
-        self,
-        flight: InFlight,
-        one: Pass,
-        handover: Handover,
-        scorer: Callable[[MicroBatch, Tensor], None],
-        loss: Loss,
+        self, flight: InFlight, one: Pass, handover: Handover, scorer: Callable[[MicroBatch, Tensor], None], loss: Loss
     ) -> None:
         """Run the forward pass of a part and, after the last one, the loss."""
         given = flight.given
@@ -539,11 +534,9 @@ class TrainEngine:
             )
 
     def _whole(self, loss: float, sequences: int, learn: bool, norm: float) -> tuple[float, int, bool, float]:
-        """Combine over data ranks, so that all of them decide alike about the step.
-
-        Their gradient norms are copies of one. One that alone is not finite (a flipped bit) makes it NaN for all: its
-        rank adds ``BROKEN`` to the number of those that learn.
-        """
+        """Combine over data ranks, so that all of them decide alike about the step. Their gradient norms are copies of
+        one. One that alone is not finite (a flipped bit) makes it NaN for all: its rank adds ``BROKEN`` to the number
+        of those that learn."""
         counted = float(learn) + (0.0 if math.isfinite(norm) else BROKEN)
         given, computed = self._tokens.tolist()
         if self.grid.mesh.count("rows") > 1:

@@ -221,8 +221,7 @@ def check_sample(body: SampleBody, base: ServedBase) -> None:
     if not tokens:
         raise DataError("prompt is empty; it must have at least one token", key="prompt")
     if min(tokens) < 0 or max(tokens) >= vocabulary:
-        message = f"prompt has a token that is not in the vocabulary of {vocabulary}"
-        raise DataError(message, key="prompt.vocabulary")
+        raise DataError(f"prompt has a token that is not in the vocabulary of {vocabulary}", key="prompt.vocabulary")
     if len(tokens) + (params.max_tokens or 1) > longest:
         message = f"prompt has {len(tokens)} tokens and max_tokens={params.max_tokens}; together at most {longest}"
         raise DataError(message, key="sampling_params.max_tokens")

@@ -156,8 +156,7 @@ class TrainedModel:
     def step(self, how: AdamStep) -> dict[str, float]:
         """Run one optimizer step and drop the gradients. Raises DataError without any, NonFiniteError."""
         if not self.gradients:
-            message = "there is no gradient: call forward_backward before optim_step"
-            raise DataError(message, key="optim_step.gradient")
+            raise DataError("there is no gradient: call forward_backward before optim_step", key="optim_step.gradient")
         used, self.gradients = self.gradients, {}
         self.engine.optimizers.retune(how.betas, how.eps, how.weight_decay)
         norm = self.engine.step(used, how.lr, how.clip_norm)

@@ -249,8 +249,7 @@ def filled(
         message = f"{where} has the shape {list(shape)}, whose {math.prod(shape)} values are more than {DENSE}"
         raise DataError(message, key=f"{where}.shape")
     if not good or ((columns < 0) | (columns >= shape[1])).any():
-        message = f"{where} is no sparse matrix of the shape {list(shape)}"
-        raise DataError(message, key=f"{where}.sparse")
+        raise DataError(f"{where} is no sparse matrix of the shape {list(shape)}", key=f"{where}.sparse")
     found = np.full(shape, rest, values.dtype)
     found[np.repeat(np.arange(shape[0]), counts), columns] = values
     return found
