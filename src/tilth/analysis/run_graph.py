@@ -372,15 +372,12 @@ class _Nodes:
         asked, submits = _matched(events, calls, np.flatnonzero(self.before >= 0))
         self._edge(self.before[submits], self.begin[asked])
         ready[asked] = np.maximum(ready[asked], events.start[submits])
-        step = self._step_starts()
+        ends = self.frame[self.kind == END]
+        step = events.start[ends[np.argsort(events.step[ends])]]
         alone = ready[calls] == np.iinfo(np.int64).min
         ready[calls[alone]] = step[np.searchsorted(self.steps, events.step[calls[alone]])]
         self.real[self.begin[calls], -1] = np.maximum(events.start[calls] - ready[calls], 0) * 1e-9
         self.calls = calls
-
-    def _step_starts(self) -> np.ndarray:
-        rows = self.frame[self.kind == END]
-        return self.events.start[rows[np.argsort(self.events.step[rows])]]
 
     def _meet(self) -> None:
         """Join the members of a communication, and an await with its call's replies, from the last arrival on."""

@@ -90,10 +90,6 @@ def _generated(recipe: "Recipe") -> bool:
     return recipe.flow_spec.learns != "documents"
 
 
-def _rated(recipe: "Recipe") -> bool:
-    return recipe.flow_spec.samples and bool(recipe.reward.model)
-
-
 def _home(recipe: "Recipe") -> str:
     """Place loader and writer beside the reward, since they share the prompts."""
     return "reward" if _generated(recipe) else "policy"
@@ -110,7 +106,13 @@ _SHIPPED = (
     _shipped("policy", lambda r: True, "layout", trains=True, label="trainer"),
     _shipped("reference", lambda r: r.refers, "layout", loads="reference.path", receives="phase"),
     _shipped("critic", lambda r: r.flow_spec.critic, "layout", trains=True, receives="phase", values=True),
-    _shipped("reward_model", _rated, "layout", loads="reward.model", values=True),
+    _shipped(
+        "reward_model",
+        lambda r: r.flow_spec.samples and bool(r.reward.model),
+        "layout",
+        loads="reward.model",
+        values=True,
+    ),
     _shipped("judge", lambda r: r.flow_spec.judge or r.grades, **_ENGINE, loads="judge.path"),
     _shipped("rollout", _generated, **_ENGINE, receives="step", generates=True, label="rollout engine"),
     _shipped("loader", lambda r: True, section=_home, less="supervised.batch or rollout.prompts"),

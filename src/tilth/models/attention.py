@@ -306,8 +306,5 @@ class PackedContext:
         """Return the additive mask [1 or sequences of the group, 1, 1, length, length], cached for all layers."""
         key = (group, window, dtype)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(group, window, dtype)
+            self._masks[key] = causal_mask(group.length, window, dtype, self.device)
         return self._masks[key]
-
-    def _make_mask(self, group: _PaddedGroup, window: int | None, dtype: torch.dtype) -> Tensor:
-        return causal_mask(group.length, window, dtype, self.device)

@@ -105,21 +105,11 @@ _TYPES = (
     _gpu("h200", 989, 495, 67, 141, 4800, 450, 50),
     _gpu("b200", 2250, 1125, 75, 180, 8000, 900, 50),
     DeviceType(
-        "cpu",
-        {"bf16": 320e9, "tf32": 160e9, "fp32": 80e9},
-        12 * 10**9,
-        15e9,
-        2e9,
-        1e9,
-        1 << 20,
+        "cpu", {"bf16": 320e9, "tf32": 160e9, "fp32": 80e9}, 12 * 10**9, 15e9, 2e9, 1e9, 1 << 20,
         "one core of an AMD EPYC (Zen 4) with gloo, measured (docs/benchmarks.md)",
-        hop=1.2e-3,
-        far=1.2e-3,
-        launch=2e-6,
-        overlaps=False,
-        gpu=False,
+        hop=1.2e-3, far=1.2e-3, launch=2e-6, overlaps=False, gpu=False,
     ),
-)
+)  # fmt: skip
 DEVICES: dict[str, DeviceType] = {kind.name: kind for kind in _TYPES}
 """Name -> device type."""
 

@@ -89,7 +89,8 @@ def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, Decode
     _check_routers(recipe, shape)
     for role, spec in roles_of(recipe).items():
         own = (loaded or {}).get(role)
-        if spec.mesh not in ("layout", "engines") or (own is None and _has_own_model(spec)):
+        other = spec.loads and (spec.values or spec.mesh == "engines")  # never of the policy's shape
+        if spec.mesh not in ("layout", "engines") or (own is None and other):
             continue
         layout, own_shape = spec.placed_by(recipe).layout, own or shape
         workers = len(ranks_of(recipe, pool_of(recipe, role)))
@@ -123,11 +124,6 @@ def _check_routers(recipe: Recipe, shape: DecoderShape) -> None:
             lacks = "its routers have no correction" if shape.num_experts else "it has no experts"
             message = f"train.{name} = {value} has no use in this model: {lacks}; set it to {right}"
             raise RecipeError(message, key=f"train.{name}.unused")
-
-
-def _has_own_model(spec: RoleSpec) -> bool:
-    """True if a role's model never has the policy's shape."""
-    return bool(spec.loads) and (spec.values or spec.mesh == "engines")
 
 
 def misfit(shape: DecoderShape, tp: int) -> str:

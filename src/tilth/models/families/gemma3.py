@@ -32,17 +32,10 @@ class SandwichLayer(Layer):
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    table=centered(
-        (
-            *EMBEDDING,
-            *ATTENTION,
-            *SWIGLU,
-            *NORMS,
-            *norm("pre_feedforward_layernorm"),
-            *norm("post_feedforward_layernorm"),
-            *END,
-        )
-    ),
+    table=centered((
+        *EMBEDDING, *ATTENTION, *SWIGLU, *NORMS, *norm("pre_feedforward_layernorm"),
+        *norm("post_feedforward_layernorm"), *END,
+    )),
     layer=SandwichLayer,
     norm=CenteredRMSNorm,
     fixed={"qk_norm": True, "mlp_bias": False, "scale_embeddings": True},

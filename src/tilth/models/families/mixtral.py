@@ -2,20 +2,12 @@
 
 from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, ExpertFamily, experts, of_experts
 
+MOE = "model.layers.*.block_sparse_moe"
 FAMILY = ExpertFamily(
     architecture="MixtralForCausalLM",
     table=(
-        *EMBEDDING,
-        *ATTENTION,
-        *experts(
-            "model.layers.*.block_sparse_moe.experts.#.{}.weight",
-            "w1",
-            "w3",
-            "w2",
-            router="model.layers.*.block_sparse_moe.gate.weight",
-        ),
-        *NORMS,
-        *END,
+        *EMBEDDING, *ATTENTION,
+        *experts(f"{MOE}.experts.#.{{}}.weight", "w1", "w3", "w2", router=f"{MOE}.gate.weight"), *NORMS, *END,
     ),
     fixed={
         "qk_norm": False, "qkv_bias": False, "o_bias": False, "mlp_bias": False, "shared_experts": 0,
