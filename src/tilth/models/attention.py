@@ -289,14 +289,11 @@ class PackedContext:
         heads_first = q.view(b, t, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
         k, v = (x.view(b, t, kv_heads, -1).transpose(1, 2) for x in (k, v))
         causal = self._causal(window)
-        if self._by_matmul(t, q.dtype, causal):
+        if (self.parity and self.device.type == "cpu") or matmul_pays(t, q.dtype, self.device, causal):
             out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype), sinks, parity=self.parity)
         else:
             out = sdpa_attention(heads_first, k, v, None if causal else self._mask(group, window, q.dtype), sinks)
         return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)
-
-    def _by_matmul(self, length: int, dtype: torch.dtype, causal: bool) -> bool:
-        return (self.parity and self.device.type == "cpu") or matmul_pays(length, dtype, self.device, causal)
 
     def _causal(self, window: int | None) -> bool:
         """Return True if a token sees all earlier tokens of its sequence, so that kernels need no mask."""

@@ -138,7 +138,7 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     if verifier is not None:
         return verifier
     where, name = _split(spec)
-    module = _load_file(Path(where), spec) if where.endswith(".py") else _load_module(where, spec)
+    module = _of_file(import_file, where, spec) if where.endswith(".py") else _load_module(where, spec)
     if (by_name := _declared().get(name)) and by_name.value.__module__ == module.__name__:
         return _checked(_value(by_name), spec)
     found: Any = module
@@ -158,7 +158,7 @@ def check_place(spec: str) -> None:
     if not where.endswith(".py"):
         _check_package(where, spec)
         return
-    text = _existing(Path(where), spec).read_text(encoding="utf-8", errors="replace")
+    text = _of_file(existing, where, spec).read_text(encoding="utf-8", errors="replace")
     if not re.search(rf"\b{re.escape(name.partition('.')[0])}\b", text) and not _MADE_NAMES.search(text):
         raise _no_function(spec, where, name, _functions(text))
 
@@ -219,7 +219,7 @@ def _key(spec: str) -> str:
 
 def _alternatives(spec: str) -> str:
     if spec.endswith(".py"):
-        found = _functions(_existing(Path(spec), spec).read_text(encoding="utf-8", errors="replace"))
+        found = _functions(_of_file(existing, spec, spec).read_text(encoding="utf-8", errors="replace"))
         return f"name its function too, as in {spec}:{found[0] if found else 'FUNCTION'}"
     known = [*verifier_specs(), *_declared()]
     return f"give FILE.py:function or module:function, or one of {', '.join(known)}{_verifier_hint(spec)}"
@@ -350,16 +350,10 @@ def is_importable(module: str) -> bool:
     return any(finder.find_spec(root, None) is not None for finder in sys.meta_path)
 
 
-def _load_file(path: Path, spec: str) -> ModuleType:
+def _of_file(look: Callable[[Path], Any], path: str, spec: str) -> Any:
+    """Return what ``look`` finds of the file of a reward. RewardError names the reward."""
     try:
-        return import_file(path)
-    except PluginError as error:
-        raise RewardError(f"reward {spec!r}: {error}", key=error.key) from error
-
-
-def _existing(path: Path, spec: str) -> Path:
-    try:
-        return existing(path)
+        return look(Path(path))
     except PluginError as error:
         raise RewardError(f"reward {spec!r}: {error}", key=error.key) from error
 
