@@ -16,7 +16,7 @@ Heavy: 64 sequences of the heavy-tailed ``lengths.json`` plus a prompt of 16 tok
 Checked before anything is timed: from the same weights and data the losses of the first three steps are equal, within
 2e-4 (fp32) or 3e-2 (bf16) of the Trainer's or, without it, the plain loop's.
 
-Only real tokens count. MFU: the FLOPs that the mathematics of these tokens asks for (``plan/flops.py``) over the
+Only real tokens count. MFU: the FLOPs that the mathematics of these tokens asks for (``plan/shape.py``) over the
 measured rate of a square matmul in the same dtype (``training/engine.py``). Runs alternate, a figure is the best step
 of all rounds; the first step (with compilation) is listed apart. Memory: each contender once in a process of its own.
 

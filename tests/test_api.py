@@ -344,7 +344,7 @@ import importlib, sys, tilth
 tilth.train
 tilth.config.load.load_recipe("addition-grpo")
 names = "data.pairs data.prompts runs.directory runs.metrics models.families.qwen3 "
-names += "plan.traffic plan.steps plan.memory plan.flops plan.packing"
+names += "plan.traffic plan.steps plan.memory plan.shape plan.packing"
 for name in names.split():
     importlib.import_module(f"tilth.{name}")
     assert "torch" not in sys.modules, name

@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tilth.core.errors import PlanError
-from tilth.flows.ledger import due_groups
-from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad, repack
+from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad, due_groups, repack
 
 PERIOD = 5.0
 """Seconds between two plans of moves (Laminar, arXiv 2510.12633); one more follows each publication."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tilth.core.errors import DataError
-from tilth.flows.ledger import Ledger, due_groups
+from tilth.flows.ledger import Ledger
 from tilth.runs.state import RunState
 
 SIZE = 3
@@ -181,11 +181,3 @@ def test_groups_that_go_on_after_a_resume_are_as_far_behind_as_before():
     after.begin([prompt], first, size, version, again=True)
     after.at(9)
     assert after.stale() == [0]
-
-
-def test_groups_at_their_bound_are_waited_for_and_no_others():
-    assert due_groups([None] * 3, [2, 0], 2, 2) == [2, 0] and not due_groups([None] * 3, [2], 2, 2)
-    assert not due_groups([0, 1, 1], [1, 2], 2, 2)  # the first has not ended, and no later update may take it
-    assert due_groups([0, 1, 1], [2, 1, 0], 2, 2) == [0, 2]
-    assert not due_groups([1, 1, 1, 1], [0], 2, 2)  # the next update takes two of the four
-    assert due_groups([1, 1, 1, 1], [3, 0], 2, 2) == [3, 0]

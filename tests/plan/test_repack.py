@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad, TailMove, repack
+from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad, TailMove, due_groups, repack
 
 LIMITS = ReplicaLimits(tokens=100, rows=6)
 
@@ -155,3 +155,11 @@ def test_best_fit_beside_the_optimum_and_first_fit():
         assert found <= optimum
         best, ours, first = best + optimum, ours + found, first + first_fit(loads, LIMITS)
     assert ours >= 0.95 * best and ours > first, (best, ours, first)
+
+
+def test_groups_at_their_bound_are_waited_for_and_no_others():
+    assert due_groups([None] * 3, [2, 0], 2, 2) == [2, 0] and not due_groups([None] * 3, [2], 2, 2)
+    assert not due_groups([0, 1, 1], [1, 2], 2, 2)  # the first has not ended, and no later update may take it
+    assert due_groups([0, 1, 1], [2, 1, 0], 2, 2) == [0, 2]
+    assert not due_groups([1, 1, 1, 1], [0], 2, 2)  # the next update takes two of the four
+    assert due_groups([1, 1, 1, 1], [3, 0], 2, 2) == [3, 0]

@@ -11,26 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilth.core.errors import DataError
+from tilth.plan.repack import due_groups
 from tilth.runs.state import Intervals, RunState
-
-
-def due_groups(left: Sequence[int | None], ready: Sequence[int], count: int, batch: int) -> list[int]:
-    """Return the indices of groups that an update takes; none while it has to wait for some.
-
-    left: updates that each group may still wait, None: any number; ready: those that have ended, in the order in which
-    they are taken; count: that it takes, and batch: that each later one takes. It leaves no more groups than later ones
-    can take before these reach their bound.
-    """
-    chosen, bounds = list[int](), {one for one in left if one is not None}
-    for slack in sorted(bounds):
-        urgent = {i for i, own in enumerate(left) if own is not None and own <= slack}
-        need = len(urgent) - max(slack, 0) * batch - sum(i in urgent for i in chosen)
-        more = [i for i in ready if i in urgent and i not in chosen][: max(need, 0)]
-        if len(more) < need:
-            return []
-        chosen += more
-    chosen += [i for i in ready if i not in chosen][: max(0, count - len(chosen))]
-    return chosen if len(chosen) >= count else []
 
 
 @dataclass(eq=False)

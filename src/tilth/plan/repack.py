@@ -1,4 +1,5 @@
-"""Consolidation of long tails: which replicas hand their last trajectories to others of the same version.
+"""Consolidation of long tails: which replicas hand their last trajectories to others of the same version. Of what ends,
+``due_groups`` are those that an update takes.
 
 Algorithm 1 of Laminar, arXiv 2510.12633, as its notes describe it. Memory of keys and values grows while a replica
 admits, stays while rows wait, and falls once nothing waits: the fall is the tail, and needs no threshold. Replicas in
@@ -97,3 +98,22 @@ def repack(replicas: Sequence[ReplicaLoad], limits: ReplicaLimits, *, stay: int 
         del tokens[source]  # an emptied replica takes no rows
         moves.append(TailMove(source, target, tuple(row.trajectory for row in moved)))
     return moves
+
+
+def due_groups(left: Sequence[int | None], ready: Sequence[int], count: int, batch: int) -> list[int]:
+    """Return the indices of groups that an update takes; none while it has to wait for some.
+
+    left: updates that each group may still wait, None: any number; ready: those that have ended, in the order in which
+    they are taken; count: that it takes, and batch: that each later one takes. It leaves no more groups than later ones
+    can take before these reach their bound.
+    """
+    chosen, bounds = list[int](), {one for one in left if one is not None}
+    for slack in sorted(bounds):
+        urgent = {i for i, own in enumerate(left) if own is not None and own <= slack}
+        need = len(urgent) - max(slack, 0) * batch - sum(i in urgent for i in chosen)
+        more = [i for i in ready if i in urgent and i not in chosen][: max(need, 0)]
+        if len(more) < need:
+            return []
+        chosen += more
+    chosen += [i for i in ready if i not in chosen][: max(0, count - len(chosen))]
+    return chosen if len(chosen) >= count else []
