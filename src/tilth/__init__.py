@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         backend,
         callback,
         command,
+        compressor,
         encoder,
         engine,
         family,
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
-        ("advantage", "backend", "callback", "command", "encoder", "engine", "family", "flow", "optimizer",
-         "policy_loss", "reward", "role", "task", "tracker", "transform"), "tilth.config.plugins",
+        ("advantage", "backend", "callback", "command", "compressor", "encoder", "engine", "family", "flow",
+         "optimizer", "policy_loss", "reward", "role", "task", "tracker", "transform"), "tilth.config.plugins",
     ),
     "Agent": "tilth.serve.agents.agent",
     "Callback": "tilth.flows.callbacks",

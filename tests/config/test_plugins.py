@@ -33,7 +33,7 @@ def forget() -> None:
     for kind, known in plugins._DECLARED.items():
         for declaration in known.values():  # of scripts, and of files that are no plugins
             sys.modules.pop(declaration.value.__module__, None) if "mine" in declaration.file else None
-            {"flow": FLOWS, "role": ROLES, "optimizer": OPTIMIZERS}.get(kind, {}).pop(declaration.name, None)
+            plugins._TABLES.get(kind, {}).pop(declaration.name, None)
         known.clear()
 
 

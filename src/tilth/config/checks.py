@@ -12,10 +12,10 @@ from tilth.config.axes import AXES, DATA, ENGINE_AXES, MODEL, over
 from tilth.config.code import keyword_options
 from tilth.config.errors import AxisError, RecipeError, TilthError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
-from tilth.config.open_sets import algorithm_names
+from tilth.config.open_sets import COMPRESSORS, algorithm_names
 from tilth.config.plugins import SERVED, declared, shipped_tasks, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
-from tilth.config.schema import AlgorithmConfig, LayoutConfig, MixtureSource, Recipe, RewardConfig
+from tilth.config.schema import AlgorithmConfig, CommConfig, LayoutConfig, MixtureSource, Recipe, RewardConfig
 from tilth.config.tasks import task_of
 
 KV_BLOCK = 16
@@ -42,7 +42,7 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` if workers, pools and layouts contradict each other or other keys."""
-    refuse(recipe, _roles, _workers, _pools, _search, _fill, _divided, _limits, _rollback, _spares, _profile)
+    refuse(recipe, _roles, _workers, _pools, _search, _fill, _divided, _comm, _limits, _rollback, _spares, _profile)
 
 
 def refuse(recipe: Recipe, *rules: Callable[[Recipe], Refusals]) -> None:
@@ -637,6 +637,38 @@ def _stages(recipe: Recipe, name: str, layout: LayoutConfig) -> Refusals:
     if schedule == "zero-bubble" and recipe.train.compile:
         why = "needs train.compile = false: it splits the backward pass; or use 1f1b or interleaved"
         yield f"{key}.compile", why
+
+
+def _comm(recipe: Recipe) -> Refusals:
+    """Check what compression of the policy's gradients cannot do, and keys that are for it alone."""
+    c, layout, name = recipe.policy.comm, recipe.policy.layout, "policy.comm.gradients"
+    if c.gradients == "exact":
+        for key in type(c).model_fields:
+            if getattr(c, key) != getattr(CommConfig(), key):
+                yield f"policy.comm.{key}.unused", f"has no use with {name} = exact; leave it out, or use a compressor"
+        return
+    if c.options:  # else torch is not imported
+        own = keyword_options(resolve(COMPRESSORS[c.gradients].made))
+        yield from _options("policy.comm", f"compressor {c.gradients}", own, c.options)
+    if recipe.policy.lora.rank:
+        why = f"compresses gradients of weights, which policy.lora.rank = {recipe.policy.lora.rank} freezes; use exact"
+        yield f"{name}.lora", why
+    if recipe.cluster.search:
+        return
+    sizes = layout.meshed(pools(recipe)[pool_of(recipe, "policy")])
+    if math.prod(sizes[axis] for axis in over(*DATA)) == 1:
+        why = "compresses what data ranks send to each other, and there is one; use exact, or more workers"
+        yield f"{name}.ranks", why
+    sharded = [axis for axis in over("rows") if axis in over(*MODEL) and sizes[axis] > 1 and layout.zero != 1]
+    if sharded and layout.zero == 3:
+        why = "would code the gradients of each micro-batch; set policy.layout.zero to 1 or 2"
+        yield f"{name}.zero", f"with policy.layout.{sharded[0]} = {sizes[sharded[0]]} and zero = 3 {why}"
+    if sharded and layout.pp_schedule == "zero-bubble":
+        why = "compresses no gradients that policy.layout.pp_schedule = zero-bubble defers; use 1f1b or interleaved"
+        yield f"{name}.pp_schedule", why
+    if c.two_way and (sharded or layout.zero == 1):
+        why = "compresses sums on their way to copies (dp), and here each rank keeps its part of them; use false"
+        yield "policy.comm.two_way.zero", why
 
 
 def _copied(spec: RoleSpec, layout: LayoutConfig) -> Refusals:

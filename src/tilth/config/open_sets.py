@@ -38,6 +38,23 @@ def optimizer_states(name: str) -> set[str]:
     return {*OPTIMIZERS[name].state, *rest}
 
 
+@dataclass(frozen=True)
+class CompressorSpec:
+    """Compressor of gradients, and what each rank keeps for it."""
+
+    made: str | Callable[..., Any]
+    """Class, or "module:name" of it; its keyword-only arguments are options."""
+    state: tuple[str, ...] = ("residual",)
+    """residual: what it leaves out of a gradient, which error feedback adds to the next one."""
+
+
+COMPRESSORS = {
+    "onebit": CompressorSpec("tilth.parallel.compress:OneBit"),
+    "topk": CompressorSpec("tilth.parallel.compress:TopK"),
+    "randomk": CompressorSpec("tilth.parallel.compress:RandomK"),
+    "dither": CompressorSpec("tilth.parallel.compress:Dither"),
+}
+"""Compressors of gradients by name; plugins add to it."""
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
 """Name of each tracker of Tilth -> its class in ``tilth.ui.track``."""
 ALGORITHMS: dict[str, dict[str, Any]] = {}

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar, get_args
 from tilth.config.code import describe, imported_by, is_missing, place
 from tilth.config.errors import PluginError, TilthError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
-from tilth.config.open_sets import OPTIMIZERS, OptimizerSpec
+from tilth.config.open_sets import COMPRESSORS, OPTIMIZERS, CompressorSpec, OptimizerSpec
 from tilth.config.roles import ROLES, SHIPPED_ROLES, MeshKind, Receives, RoleSpec
 
 Kind = Literal[
@@ -47,6 +47,7 @@ Kind = Literal[
     "optimizer",
     "command",
     "transform",
+    "compressor",
 ]
 T = TypeVar("T")
 
@@ -102,8 +103,11 @@ BACKENDS = {
 }
 """Backends that come with Tilth: name -> module and class, or function that returns one."""
 _SHIPPED_FLOWS, _SHIPPED_OPTIMIZERS = frozenset(FLOWS), frozenset(OPTIMIZERS)
+_SHIPPED_COMPRESSORS = frozenset(COMPRESSORS)
 _DECLARED: dict[Kind, dict[str, Declaration]] = {kind: {} for kind in get_args(Kind)}
-_TABLES: dict[Kind, dict[str, Any]] = {"flow": FLOWS, "role": ROLES, "optimizer": OPTIMIZERS}
+_TABLES: dict[Kind, dict[str, Any]] = {
+    "flow": FLOWS, "role": ROLES, "optimizer": OPTIMIZERS, "compressor": COMPRESSORS,
+}  # fmt: skip
 """Kinds that have a table of their own beside ``_DECLARED``."""
 _SOURCES: dict[str, bytes] = {}
 """Module of a plugin file -> its text when it was imported."""
@@ -196,6 +200,27 @@ def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
     def add(make: T) -> T:
         record(make)
         OPTIMIZERS[name] = OptimizerSpec(tuple(state), getattr(make, "needs", "elements"))
+        return make
+
+    return add
+
+
+def compressor(name: str, *, state: Sequence[str] = ("residual",)) -> Callable[[T], T]:
+    """Declare a compressor of gradients, chosen by ``policy.comm.gradients=name``: a subclass of
+    ``tilth.parallel.compress.Compressor``, whose keyword-only arguments are options (``policy.comm.options``).
+
+    state: what each rank keeps for it, in checkpoints too: a residual for error feedback, or nothing. Raises
+    PluginError if the name is taken, or for another state.
+    """
+    record = declare("compressor", name, {*_SHIPPED_COMPRESSORS, "exact"})
+    _check_names(f"compressor.{name}.state", state)
+    if unknown := set(state) - {"residual"}:
+        message = f"@tilth.compressor({name!r}): state={tuple(state)} has {min(unknown)!r}; there is a residual alone"
+        raise PluginError(message, key=f"compressor.{name}.state")
+
+    def add(make: T) -> T:
+        record(make)
+        COMPRESSORS[name] = CompressorSpec(make, tuple(state))  # type: ignore[arg-type]
         return make
 
     return add

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
-from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
+from tilth.config.open_sets import COMPRESSORS, OPTIMIZERS, TRACKERS, OneOf
 from tilth.config.parts import (
     Adapters,
     Count,
@@ -376,8 +376,29 @@ class RewardModelConfig(RoleSection):
     """Placement of the reward model in reward.model."""
 
 
+class CommConfig(Section):
+    """What ranks with the same parameters send to each other in a step."""
+
+    gradients: Annotated[
+        str, OneOf(lambda: ["exact", *COMPRESSORS], "compressor"), Fixed("what it left out waits for the next step")
+    ] = Field("exact", description="how gradients travel: exact, or by a compressor, of a plugin too")
+    feedback: bool = Field(
+        True, description="add what the compressor leaves out of a gradient to the next one, if it declares a residual"
+    )
+    two_way: bool = Field(
+        False,
+        description="with dp: compress sums of gradients on their way back too, with a residual of their own",
+    )
+    smallest: Count = Field(
+        65_536, description="elements of the smallest matrix that is compressed; norms and biases never are"
+    )
+    options: Options = Field({}, description="keyword arguments of the compressor")
+
+
 class PolicyConfig(RoleSection):
     """Placement of the trained model, and comparison with the rollout engine's copy."""
+
+    comm: CommConfig = Field(CommConfig(), description="how its ranks send gradients to each other")
 
     lora: Adapters = Field(LoraConfig(), description="adapters that are learned instead of the weights")
     probe_every: Count = Field(

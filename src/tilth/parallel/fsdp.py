@@ -3,8 +3,10 @@
 Imported where a mesh shards parameters: torch takes 0.8 s to import FSDP and DTensor, which one process never uses.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from tilth.core.errors import ModelError
 from tilth.models.decoder import Decoder
 from tilth.models.moe import Experts
 from tilth.parallel.checksums import GivenSums
 from tilth.parallel.comm import Group, communication, is_fsdp
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division
-from tilth.parallel.reducer import GradientReducer
+from tilth.parallel.reducer import GradientReducer, Piece, Pieces
 
 
 def apply_fsdp(model: Decoder, grid: ParallelDims, zero: int, device: str) -> None:
@@ -62,8 +65,26 @@ class _GatherModule(DefaultAllGather):
 class _ScatterModule(DefaultReduceScatter):
     """Reduce-scatter of a module's gradients."""
 
-    def __init__(self, given: GivenSums | None, reducer: GradientReducer, key: str) -> None:
-        self.ended, self.given, self.reducer, self.key = 0, given, reducer, key
+    def __init__(
+        self, given: GivenSums | None, reducer: GradientReducer, key: str, own: Sequence[tuple[str, torch.Size]]
+    ) -> None:
+        """own: names and whole shapes of its parameters, in torch's order."""
+        self.ended, self.given, self.reducer, self.key, self.own = 0, given, reducer, key, own
+
+    def pieces(self, ranks: int, count: int) -> Pieces:
+        """Return what torch puts in the rows of a buffer: parts of each gradient, filled up to equal numbers of rows.
+        ModelError: it has other than ``count`` elements."""
+        found: list[list[Piece]] = [[] for _ in range(ranks)]
+        for name, (rows, *inner) in self.own:
+            most, width = -(-rows // ranks), math.prod(inner)
+            for r, pieces in enumerate(found):
+                part = slice(min(rows, r * most), min(rows, (r + 1) * most))
+                number = part.stop - part.start
+                pieces += [Piece(name, (part,), number * width), Piece("", (), (most - number) * width)]
+        if sum(piece.numel for pieces in found for piece in pieces) != count:
+            message = f"{self.key}: a gradient is missing, and policy.comm.gradients compresses all; set it to exact"
+            raise ModelError(message, key="policy.comm.gradients")
+        return found
 
     def __call__(  # type: ignore[override]  # torch uses no handle
         self,
@@ -73,6 +94,9 @@ class _ScatterModule(DefaultReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
+        if self.reducer.by_parts:
+            pieces = self.pieces(group.size(), input_tensor.numel())
+            self.reducer.code(input_tensor, group, self.key, pieces)
         if self.given is not None:
             self.given.add(input_tensor)
         self.reducer.reduce_scatter(output_tensor, input_tensor, group, self.key)
@@ -89,13 +113,26 @@ class _ScatterModule(DefaultReduceScatter):
         return record
 
 
+def _managed(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that torch gathers with a module, in its order: inner modules first."""
+    for inner in module.children():
+        if not is_fsdp(inner):
+            yield from _managed(inner)
+    yield from module.parameters(recurse=False)
+
+
 def watch(
-    modules: Iterable[FSDPModule], copies: Group | None, given: GivenSums | None, reducer: GradientReducer
+    modules: Iterable[FSDPModule],
+    copies: Group | None,
+    given: GivenSums | None,
+    reducer: GradientReducer,
+    names: Mapping[Tensor, str],
 ) -> None:
     """Let ``reducer`` sum the shards of modules, and record their communications as spans; copies: group over which
-    torch itself sums their shards too; given: adds up their gradients."""
+    torch itself sums their shards too; given: adds up their gradients; names: of the parameters that learn."""
     for number, module in enumerate(modules):
-        scatter = _ScatterModule(given, reducer, f"fsdp.{type(module).__name__}.{number}")
+        own = [(names[p], p.shape) for p in dict.fromkeys(_managed(cast(nn.Module, module))) if p in names]
+        scatter = _ScatterModule(given, reducer, f"fsdp.{type(module).__name__}.{number}", own)
         module.set_custom_all_gather(_GatherModule())
         module.set_custom_reduce_scatter(scatter)
         if copies is not None:

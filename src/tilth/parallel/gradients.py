@@ -21,7 +21,7 @@ from tilth.parallel.comm import Collective, Group, is_dtensor, is_fsdp
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
-from tilth.parallel.zero import UpdateShards
+from tilth.parallel.zero import GradientShards, UpdateShards
 from tilth.plan.layout import copied_along
 
 ROUNDINGS = 64
@@ -47,7 +47,7 @@ class GradientSums:
         gradients are summed over a further group."""
         self.reducer, self._grid, self._own, self._local, self._partial = reducer, grid, own, local, partial
         self._layouts = layouts
-        self._updates: UpdateShards | None = None
+        self._shards: GradientShards | None = None
         self._summed = dict(local)
         """What gets the sums of gradients: of a divided update the part of this rank."""
         self._config, self._deferred = parts[-1].config, deferred
@@ -59,22 +59,24 @@ class GradientSums:
         self.given = [given for look in self.looks if (given := self._watched(*look)) is not None]
         self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self.looks]
         self._early = dict[str, Tensor]()
-        """Sums of shards of gradients to which a further group adds."""
+        """Sums of shards of gradients that change afterwards: a further group adds to them, or copies take them."""
 
-    def divide(self, updates: UpdateShards) -> None:
-        """Sum gradients to these parts of updates from now on, with the checks of other shards."""
-        self._updates, mesh = updates, self._grid.mesh
-        self._summed |= updates.parts
-        for kind, group in {bucket.kind: bucket.group for bucket in updates.buckets}.items():
-            names = [piece.name for bucket in updates.buckets if bucket.kind == kind for piece in bucket.own]
+    def divide(self, shards: GradientShards) -> None:
+        """Sum gradients by parts from now on, those of updates or of all copies, with the checks of other shards."""
+        self._shards, mesh = shards, self._grid.mesh
+        if isinstance(shards, UpdateShards):
+            self._summed |= shards.parts
+        for kind, group in {bucket.kind: bucket.group for bucket in shards.buckets}.items():
+            names = [piece.name for bucket in shards.buckets if bucket.kind == kind for piece in bucket.own]
             (experts, axes), rank = kind, self._grid.rank
             apart, every = [axis for axis in mesh.over(*DATA) if axis not in axes], self.looks[experts][1]
             where = mesh.index(rank, *apart), mesh.size(*apart), every
-            updates.given[kind] = GivenSums(group, names, *where, self.reducer.tolerance)
-        self.given = [*updates.given.values()]
+            shards.given[kind] = GivenSums(group, names, *where, self.reducer.tolerance)
+        self.given = [*shards.given.values()]
 
     def begin(self, step: int) -> None:
         """Begin a step: forget what was given in the one before."""
+        self.reducer.begin(step)
         for given in self.given:
             given.begin(step)
         for single in self._single:
@@ -102,7 +104,7 @@ class GradientSums:
         if modules := [m for m in self._fsdp if isinstance(m, Experts) == experts]:
             from tilth.parallel.fsdp import watch
 
-            watch(modules, self._grid.group(*mesh.copies), sums, self.reducer)
+            watch(modules, self._grid.group(*mesh.copies), sums, self.reducer, {p: n for n, p in own.items()})
         return sums
 
     def _held_alone(self, experts: bool) -> Iterator[tuple[str, nn.Parameter]]:
@@ -136,15 +138,19 @@ class GradientSums:
                 local.grad = torch.zeros_like(local)
         for module in self._fsdp:
             module.reshard()
-        if self._updates is not None:
-            self._updates.scatter(self.reducer)
+        self._early = {}
+        if isinstance(self._shards, UpdateShards):
+            self._shards.scatter(self.reducer)
+        elif self._shards is not None:
+            self._early = self._shards.sum_up(self.reducer)
         else:
             by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
             apart = [p for name, p in self._local.items() if name not in by_fsdp]
             copied = [p.grad for p in apart if p.grad is not None and p.numel()]
             self._add_up("copies", copied, self._grid.group(*self._grid.mesh.copies))
         partial = {name for _, names in self._partial for name in names}
-        self._early = {n: self._shard_sum([n]) for given in self.given for n in given.names if n in partial}
+        further = [n for given in self.given for n in given.names if n in partial and n not in self._early]
+        self._early |= {n: self._shard_sum([n]) for n in further}
         for number, (group, names) in enumerate(self._partial):
             grads = [self._summed[name].grad for name in names]
             self._add_up(f"partial.{number}", [grad for grad in grads if grad is not None], group)

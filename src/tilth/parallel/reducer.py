@@ -1,11 +1,34 @@
 """The sum of gradients over ranks, as one object that another may replace: one that sends less than it is given."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from tilth.core.errors import CheckpointError
-from tilth.parallel.comm import Collective, Group, all_reduce, reduce_scatter
+from tilth.core.layout import Layout
+from tilth.parallel.comm import Collective, Group, all_gather, all_reduce, reduce_scatter
+from tilth.parallel.dims import ParallelDims
+from tilth.plan.rules import Table
+
+
+class Piece(NamedTuple):
+    """Part of a tensor that this rank computes with, which one rank of a group sums or updates."""
+
+    name: str
+    """"" for elements without a meaning, between pieces."""
+    slices: tuple[slice, ...]
+    numel: int
+
+
+Pieces = Sequence[Sequence[Piece]]
+"""Of each rank of a group, in the order of its row."""
+
+
+def split(row: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[Tensor, Piece]]:
+    """Return the part of a flat row that each piece has; those without a meaning are left out."""
+    counts = [piece.numel for piece in pieces]
+    parts = zip(row[: sum(counts)].split(counts), pieces) if counts else iter(())
+    return ((part, piece) for part, piece in parts if piece.name)
 
 
 class GradientReducer:
@@ -18,24 +41,48 @@ class GradientReducer:
     tolerance = 0.0
     """Largest relative error of an element that is sent, beyond the epsilon of its dtype. The checks of sums allow for
     it, and see no error that is smaller."""
+    by_parts = False
+    """True: ranks with the same parameters each sum a part of the gradients, and gather the sums."""
+
+    def bind(
+        self,
+        grid: ParallelDims,
+        given: Mapping[str, Layout],
+        updates: Mapping[str, Layout],
+        table: Table,
+        own: Mapping[str, Tensor],
+    ) -> None:
+        """Prepare for the gradients of learned parameters. given: layouts of what a rank computes of them, with copies
+        on all data ranks; updates: of the sums of parts; both also of other stages. own: this rank's parameters."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step, whose number is the same on all ranks."""
+
+    def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
+        """Change contiguous ``whole`` [n * ranks] to what this rank is going to give to ``reduce_scatter``."""
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> None:
         """Fill ``out`` [n] with this rank's part of the sum of every rank's contiguous ``whole`` [n * ranks]."""
         reduce_scatter(out, whole, group)
 
+    def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
+        """Fill contiguous ``out`` [n * ranks] with the sums of all ranks; the same bits on every rank."""
+        all_gather(out, own, group)
+
     def all_reduce(self, x: Tensor, group: Group, key: str) -> Collective:
         """Start to sum contiguous x [n] over the group in place; the same bits on every rank."""
         return all_reduce(x, group)
 
+    def settle(self, learned: bool) -> None:
+        """End a step. learned: False drops what it left out, as its gradients were dropped."""
+
     def state(self) -> Mapping[str, Tensor]:
-        """Return the tensors that the next step depends on, by name."""
+        """Return this rank's parts of the tensors that the next step depends on, by name."""
         return {}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the ``state`` of a checkpoint; empty before the first sum. CheckpointError if it does not fit."""
-        if state:
-            message = f"a checkpoint has {next(iter(state))} of a reducer of gradients, and {type(self).__name__} keeps"
-            raise CheckpointError(f"{message} nothing; train on with the reducer that it was saved with", key="reducer")
+    def layouts(self) -> Mapping[str, Layout]:
+        """Return the layouts of all tensors of ``state``, those of other ranks included."""
+        return {}
 
 
 EXACT = GradientReducer()

@@ -40,7 +40,7 @@ from tilth.parallel.pipeline import (
     share_object,
 )
 from tilth.parallel.reducer import EXACT, GradientReducer
-from tilth.parallel.zero import Kind, UpdateShards
+from tilth.parallel.zero import GradientShards, Kind, UpdateShards
 from tilth.plan.layout import copied_along, layouts, nested, update_layouts
 from tilth.plan.lora import has_adapters, is_adapter
 from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
@@ -90,6 +90,7 @@ def shard(
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     own: dict[str, Any] = {"table": model.table, "sizes": sizes, "value": value}  # with what converters added
     table = layouts(model.config, grid.mesh, schedule=schedule, whole=engine or zero == 1, **own)
+    given = layouts(model.config, grid.mesh, schedule=schedule, whole=True, **own) if reducer.by_parts else table
     how: dict[str, Any] = {"sp": sp, "zero": zero, "cp_style": cp_style, "engine": engine, "device": device}
     parts = [Division(made(), grid, stages, part, **how) for part in stages.parts(grid.coordinate("pp"))]
     for part in parts:
@@ -105,7 +106,7 @@ def shard(
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
         plan = PipelinePlan(stages, schedule, dtypes, drops=drops(model))
     found, spread = [part.model for part in parts], grid.size("tp") if sp else 1
-    return ShardedModel(found, grid, table, partial, zero, parts[0].context, plan, reducer, spread)
+    return ShardedModel(found, grid, table, partial, zero, parts[0].context, plan, reducer, spread, given)
 
 
 def _stages(model: Decoder, grid: ParallelDims, schedule: str) -> Stages:
@@ -142,12 +143,15 @@ class ShardedModel:
         pipeline: PipelinePlan | None = None,
         reducer: GradientReducer = EXACT,
         spread: int = 1,
+        given: Mapping[str, Layout] | None = None,
     ) -> None:
         """partial: parameters whose gradients are summed over a further group. context: how ranks divide tokens.
-        pipeline: None if all parts are here. spread: ranks that divide the tokens of hidden states."""
+        pipeline: None if all parts are here. spread: ranks that divide the tokens of hidden states. given: layouts of
+        gradients before they are summed; None: those of parameters."""
         self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
         self.context, self.spread = context, spread
         self.layouts: dict[str, Layout] = dict(layouts)
+        self._given = self.layouts if given is None else given
         self.pipeline, self._connected = pipeline, False
         self._own = {name: p for part in parts for name, p in part.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {name: _local(p) for name, p in self._own.items()}
@@ -310,14 +314,21 @@ class ShardedModel:
         those that other ranks have too. matrices: those of which it needs whole ones."""
         learned = {name: p for name, p in self.parameters.items() if p.requires_grad}
         held = {name: self.layouts[name] for name in self.learned}
-        if self.zero != 1 or not any(map(copied_along, held.values())):
+        reducer, table, kinds = self.gradients.reducer, self.model.table, dict[Kind, dict[str, Shape]]()
+        if self.zero != 1 and not reducer.by_parts:
             return learned
-        table, kinds = self.model.table, dict[Kind, dict[str, Shape]]()
+        parts = update_layouts(held, table, matrices if self.zero == 1 else ())
+        reducer.bind(self.grid, {name: self._given[name] for name in held}, parts, table, learned)
+        if (self.zero != 1 and self._fsdp) or not any(map(copied_along, held.values())):
+            return learned
         for name, p in learned.items():
             if axes := copied_along(held[name]):
                 kinds.setdefault((rule_of(table, name).stacked, axes), {})[name] = tuple(p.shape)
         some = [(kind, names) for kind, found in kinds.items() for names in buckets(found, BUCKET)]
-        self.updates = UpdateShards(self.grid, learned, self.layouts, update_layouts(held, table, matrices), some)
+        if self.zero != 1:
+            self.gradients.divide(GradientShards(self.grid, learned, self.layouts, parts, some))
+            return learned
+        self.updates = UpdateShards(self.grid, learned, self.layouts, parts, some)
         self.update_layouts = {**self.layouts, **self.updates.layouts}
         self.gradients.divide(self.updates)
         return self.updates.parts

@@ -11,21 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tilth.core.layout import Box, Layout
-from tilth.parallel.checksums import GivenSums
+from tilth.parallel.checksums import GivenSums, exact_sum
 from tilth.parallel.comm import Group, all_gather
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import GradientReducer
+from tilth.parallel.reducer import GradientReducer, Piece, split
 
 Kind = tuple[bool, tuple[str, ...]]
 """True for experts; axes of the ranks that divide an update."""
-
-
-class UpdatePiece(NamedTuple):
-    """Part of what this rank holds of a parameter, which one rank of a group updates."""
-
-    name: str
-    slices: tuple[slice, ...]
-    numel: int
 
 
 class Bucket(NamedTuple):
@@ -34,21 +26,26 @@ class Bucket(NamedTuple):
     kind: Kind
     names: Sequence[str]
     group: Group
-    pieces: list[list[UpdatePiece]]
+    pieces: list[list[Piece]]
     """Of each rank of the group."""
 
     @property
-    def own(self) -> list[UpdatePiece]:
+    def own(self) -> list[Piece]:
         """Pieces of this rank."""
         return self.pieces[self.group.rank()]
+
+    @property
+    def key(self) -> str:
+        """Name of the sum of its gradients."""
+        return f"updates.{self.names[0]}"
 
     def room(self, like: Tensor) -> Tensor:
         """Return zeros [ranks, elements] with a row for the pieces of each rank."""
         return like.new_zeros(len(self.pieces), max(1, *(sum(p.numel for p in pieces) for pieces in self.pieces)))
 
 
-class UpdateShards:
-    """This rank's parts of what it updates. An optimizer takes it in place of a ``ShardedModel``."""
+class GradientShards:
+    """Gradients of parameters that several ranks hold, of which each rank sums a part."""
 
     def __init__(
         self,
@@ -62,25 +59,72 @@ class UpdateShards:
         self.grid, self.layouts, self._whole, self._held = grid, layouts, whole, held
         self.given: dict[Kind, GivenSums] = {}
         """Sums of the gradients that this rank gives."""
-        self.parts: dict[str, nn.Parameter] = {}
-        """Parameters that this rank updates: the part that it updates, perhaps without elements."""
-        for name, p in whole.items():
-            if layouts[name].mesh.has(grid.rank):
-                self.parts[name] = p if layouts[name] is held[name] else nn.Parameter(torch.empty_like(p[:0]))
         self.buckets: list[Bucket] = []
         for kind, names in buckets:
             group, ranks = grid.group(*kind[1]), grid.ranks(*kind[1])
             assert group is not None  # several ranks
             self.buckets.append(Bucket(kind, names, group, [[*self._pieces(names, rank)] for rank in ranks]))
-        self.refresh()
 
-    def _pieces(self, names: Sequence[str], rank: int) -> Iterator[UpdatePiece]:
+    def _pieces(self, names: Sequence[str], rank: int) -> Iterator[Piece]:
         for layout, name in ((self.layouts[name], name) for name in names):
             if layout.mesh.has(rank):
                 slices: tuple[slice, ...] = (slice(0, 0),)
                 for box in layout.boxes(rank):  # at most one
                     slices = box.within(self._held[name].boxes(self.grid.rank)[0]).slices
-                yield UpdatePiece(name, slices, self._whole[name][slices].numel())
+                yield Piece(name, slices, self._whole[name][slices].numel())
+
+    def _sums(self, reducer: GradientReducer, *, keep: bool) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket with the sum of this rank's row. keep: the gradients, else drop them."""
+        for bucket in self.buckets:
+            blob = bucket.room(self._whole[bucket.names[0]])
+            for row, pieces in zip(blob, bucket.pieces):
+                for part, piece in split(row, pieces):
+                    grad = self._whole[piece.name].grad
+                    assert grad is not None  # ``GradientSums.reduce`` makes it
+                    _copy(part, grad[piece.slices])
+            for name in bucket.names if not keep else ():
+                self._whole[name].grad = None
+            reducer.code(blob, bucket.group, bucket.key, bucket.pieces)
+            self.given[bucket.kind].add(blob)
+            summed = torch.empty_like(blob[0])
+            reducer.reduce_scatter(summed, blob.view(-1), bucket.group, bucket.key)
+            yield bucket, summed
+
+    @torch.no_grad()
+    def sum_up(self, reducer: GradientReducer) -> dict[str, Tensor]:
+        """Sum the gradients of whole parameters, in place. Returns the sum of elements of each part of this rank."""
+        found = dict[str, Tensor]()
+        for bucket, summed in self._sums(reducer, keep=True):
+            found |= {piece.name: exact_sum([part]) for part, piece in split(summed, bucket.own)}
+            every = torch.empty(len(bucket.pieces) * len(summed), dtype=summed.dtype, device=summed.device)
+            reducer.all_gather(every, summed, bucket.group, bucket.key, bucket.pieces)
+            for row, pieces in zip(every.view(len(bucket.pieces), -1), bucket.pieces):
+                for part, piece in split(row, pieces):
+                    grad = self._whole[piece.name].grad
+                    assert grad is not None
+                    there = grad[piece.slices]
+                    there.copy_(part.view_as(there))
+        return found
+
+
+class UpdateShards(GradientShards):
+    """This rank's parts of what it updates. An optimizer takes it in place of a ``ShardedModel``."""
+
+    def __init__(
+        self,
+        grid: ParallelDims,
+        whole: Mapping[str, nn.Parameter],
+        held: Mapping[str, Layout],
+        layouts: Mapping[str, Layout],
+        buckets: Iterable[tuple[Kind, Sequence[str]]],
+    ) -> None:
+        super().__init__(grid, whole, held, layouts, buckets)
+        self.parts: dict[str, nn.Parameter] = {}
+        """Parameters that this rank updates: the part that it updates, perhaps without elements."""
+        for name, p in whole.items():
+            if layouts[name].mesh.has(grid.rank):
+                self.parts[name] = p if layouts[name] is held[name] else nn.Parameter(torch.empty_like(p[:0]))
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -92,19 +136,8 @@ class UpdateShards:
     @torch.no_grad()
     def scatter(self, reducer: GradientReducer) -> None:
         """Sum the gradients of whole parameters to those of the parts, and drop them."""
-        for bucket in self.buckets:
-            blob = bucket.room(self._whole[bucket.names[0]])
-            for row, pieces in zip(blob, bucket.pieces):
-                for part, piece in _split(row, pieces):
-                    grad = self._whole[piece.name].grad
-                    assert grad is not None  # ``GradientSums.reduce`` makes it
-                    _copy(part, grad[piece.slices])
-            for name in bucket.names:
-                self._whole[name].grad = None
-            self.given[bucket.kind].add(blob)
-            summed = torch.empty_like(blob[0])
-            reducer.reduce_scatter(summed, blob.view(-1), bucket.group, f"updates.{bucket.names[0]}")
-            for part, piece in _split(summed, bucket.own):
+        for bucket, summed in self._sums(reducer, keep=False):
+            for part, piece in split(summed, bucket.own):
                 self.parts[piece.name].grad = part.view_as(self.parts[piece.name])
 
     @torch.no_grad()
@@ -113,11 +146,11 @@ class UpdateShards:
         for bucket in self.buckets:
             every = bucket.room(self._whole[bucket.names[0]])
             own = torch.zeros_like(every[0])
-            for part, piece in _split(own, bucket.own):
+            for part, piece in split(own, bucket.own):
                 _copy(part, self.parts[piece.name])
             all_gather(every.view(-1), own, bucket.group)
             for row, pieces in zip(every, bucket.pieces):
-                for part, piece in _split(row, pieces):
+                for part, piece in split(row, pieces):
                     there = self._whole[piece.name][piece.slices]
                     there.copy_(part.view_as(there))
 
@@ -141,12 +174,6 @@ class UpdateShards:
     def _dividing(self) -> list[str]:
         """Axes along which ranks with the same data hold parts of a matrix."""
         return [name for name in self.grid.mesh.over("parameters") if name not in self.grid.mesh.shards]
-
-
-def _split(row: Tensor, pieces: Sequence[UpdatePiece]) -> Iterator[tuple[Tensor, UpdatePiece]]:
-    """Return the part of a flat row that each piece has."""
-    counts = [piece.numel for piece in pieces]
-    return zip(row[: sum(counts)].split(counts), pieces) if counts else iter(())
 
 
 def _copy(flat: Tensor, values: Tensor) -> None:

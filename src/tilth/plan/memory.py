@@ -98,6 +98,9 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
         held.append(Item("average of the weights", cut.updated * FP32))
     saved = [Item("adapters", own), *held[1:]] if cut.adapters else held
     held.append(_saved_copy(cut, saved, "copy being saved"))
+    if recipe.policy.comm.gradients != "exact" and recipe.policy.comm.feedback:
+        left = FP32 * (cut.elements + cut.gathered)
+        held += [Item("left out by compression", left), Item("copy of that being saved", left, host=True)]
     if "noise_scale" in recipe.train.watch:
         held.append(Item("gradients of one micro-batch", own))
     return Need(tuple(held), own, training(recipe, cut, longest, head=head))

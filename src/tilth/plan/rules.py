@@ -83,7 +83,12 @@ def along_tp(table: Table, name: str, copies: int) -> Shard | Replicate:
 def along_model(table: Table, name: str, copies: int, *, whole: bool = False) -> dict[str, Placement]:
     """Return axis -> placement of a parameter along axes on which ranks compute with their own part of it.
 
-    whole: ranks along ep have each all parameters but experts, as of an engine or under ``zero = 1``.
+    whole: each rank has all parameters, along ep all but experts: of an engine, under ``zero = 1``, of gradients
+    before they are summed.
     """
     experts: dict[str, Placement] = {"ep": Shard(0)} if rule_of(table, name).stacked else {}
-    return {**({"ep": Replicate()} if whole else {}), **experts, "tp": along_tp(table, name, copies)}
+    return {
+        **(dict.fromkeys(("fsdp", "ep"), Replicate()) if whole else {}),
+        **experts,
+        "tp": along_tp(table, name, copies),
+    }

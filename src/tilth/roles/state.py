@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-import safetensors.torch
 import torch
 
 from tilth.checkpoint import Checkpoint, Group, Saver, Share, open_checkpoint, state_layouts
@@ -16,10 +15,9 @@ from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
-from tilth.config.axes import DATA, MODEL
 from tilth.core.checksum import checksum
 from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
-from tilth.core.layout import Layout, Mesh, Replicate
+from tilth.core.layout import Box
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.sharded import ShardedModel
@@ -187,14 +185,10 @@ class Learner(Stateful):
         if self.sharded.pipeline is not None or self.sharded.updates is not None:
             kinds = self.engine.optimizers.state_dtypes({n: self.sharded.dtypes[n] for n in self.sharded.learned})
         found = {model: weights_group(self.sharded), optimizer: Group(state, state_layouts(layouts, kinds), kinds)}
-        return found | ({"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {})
+        found |= {"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {}
+        return found | ({self._reducing: left_out} if (left_out := self._left_out()).layouts else {})
 
     def saved(self) -> Groups:
-        found = self._learned()
-        plain = type(self._reducer) is GradientReducer  # which keeps nothing
-        return found if plain else found | {self._reducing: self._left_out()}
-
-    def _learned(self) -> Groups:
         """Return its groups without a frozen base."""
         groups, sharded = self.groups(), self.sharded
         if self._frozen:
@@ -211,38 +205,29 @@ class Learner(Stateful):
         return f"{self._names[0]}_reducer"
 
     def _left_out(self) -> Group:
-        """Return the state of the reducer on each rank, as the bytes of a safetensors file; a collective call."""
-        grid, state = self.grid, self._reducer.state()
-        blob = safetensors.torch.save({name: t.detach().cpu().clone() for name, t in state.items()})
-        sizes = torch.zeros(len(grid.mesh), dtype=torch.int64)
-        sizes[grid.mesh.ranks.index(grid.rank)] = len(blob)
-        sizes = grid.sum(sizes, *DATA, *MODEL)
-        layouts = {
-            self._part_of(rank): Layout(Mesh(("rank",), (1,), (rank,)), (Replicate(),), (size,))
-            for rank, size in zip(grid.mesh.ranks, sizes.tolist())
-        }
-        own = {self._part_of(grid.rank): torch.frombuffer(bytearray(blob), dtype=torch.uint8)}
-        return Group(own, layouts, dict.fromkeys(layouts, torch.uint8))
+        """Return what the reducer of gradients left out: tensors that belong to one rank each, which have no copies."""
+        layouts, dtypes = self._reducer.layouts(), self.sharded.dtypes
+        return Group(self._reducer.state(), layouts, {name: dtypes[name.partition(".")[2]] for name in layouts})
 
-    def _part_of(self, rank: int) -> str:
-        """Return the name of a rank's state of the reducer: a gradient is another one under another layout."""
-        mesh = self.grid.mesh
-        sizes = [f"{name}{size}" for name, size in zip(mesh.names, mesh.sizes) if size > 1]
-        sizes += ["zero1"] * (self.sharded.zero == 1)
-        return f"{'.'.join(sizes) or 'one'}/{mesh.ranks.index(rank)}"
-
+    @torch.no_grad()
     def _restore_reducer(self, checkpoint: Checkpoint) -> None:
-        """Give the reducer its state. CheckpointError: it is of another layout, or of another reducer."""
-        name, own, state = self._reducing, self._part_of(self.grid.rank), dict[str, torch.Tensor]()
-        if name in checkpoint.groups:
-            if own not in (there := checkpoint.names(name)):
-                message = (
-                    f"{checkpoint.path}: its reducer of gradients left out what belongs to {there[0]}, not to {own}"
-                )
-                raise CheckpointError(f"{message}; load it in the layout that saved it", key=f"{name}.layout")
-            blob = checkpoint.read(name, own).numpy().tobytes()
-            state = {n: tensor.to(self.sharded.device) for n, tensor in safetensors.torch.load(blob).items()}
-        self._reducer.restore(state)
+        """Give the reducer its state; 0 if it had none. Of another number of ranks it gets the sum, in equal parts.
+        CheckpointError: it is of tensors that this reducer does not compress."""
+        name, own, rank = self._reducing, self._left_out(), self.grid.rank
+        there = checkpoint.names(name) if name in checkpoint.groups else []
+        if lost := [one for one in there if one not in own.layouts]:
+            message = f"{checkpoint.path}: {name}/{lost[0]} is what compression left out, and nothing compresses it now"
+            raise CheckpointError(f"{message}; train on with the keys of policy.comm that saved it", key="reducer")
+        for title, tensor in own.tensors.items():
+            tensor.zero_()
+            for box in own.layouts[title].boxes(rank) if title in there else ():
+                saved, (ranks, *_) = checkpoint.entry(name, title).shape, own.layouts[title].shape
+                if saved == own.layouts[title].shape:
+                    found = checkpoint.read(name, title, box)
+                else:
+                    every = Box((0, *box.offset[1:]), (saved[0], *box.size[1:]))
+                    found = checkpoint.read(name, title, every).sum(0, keepdim=True) / ranks
+                tensor.copy_(found)
 
     def _base_sums(self) -> dict[str, int]:
         """Return the checksums of this rank's part of the frozen weights."""
@@ -298,7 +283,8 @@ class Learner(Stateful):
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         with self._changing():
-            self._restore_reducer(read_state(path, self._learned(), self.sharded, self.groups()))
+            groups = {name: group for name, group in self.saved().items() if name != self._reducing}
+            self._restore_reducer(read_state(path, groups, self.sharded, self.groups()))
         if self._frozen and (wrong := [n for n, value in self._base_sums().items() if value != self._frozen[n]]):
             message = f"{wrong[0]}: other bits than when the base was loaded, although nothing writes to it"
             raise ReplicaMismatch(message, key="base")

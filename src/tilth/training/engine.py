@@ -202,6 +202,8 @@ class TrainEngine:
         """Start a new phase: zero the optimizer state and averages, and start a schedule of this length and peak."""
         for tensor in self.optimizers.state_tensors().values():
             tensor.zero_()
+        for tensor in self.sharded.gradients.reducer.state().values():
+            tensor.zero_()
         if self.sharded.updates is not None:
             self.sharded.updates.refresh()
         self.ema.begin()
@@ -481,6 +483,7 @@ class TrainEngine:
                 self.ema.follow()
                 watched |= self._noise_scale(norm, sequences)
                 metrics |= {name: Metric(value, 1, "mean") for name, value in watched.items()}
+        self.sharded.gradients.reducer.settle(finite and learn)
         self.steps += 1
         self.updates += 1
         return UpdateResult(
@@ -502,6 +505,7 @@ class TrainEngine:
         for name, p in self.optimizers.parameters.items():
             p.grad = gradients.get(name)
         norm = self.optimizers.clip(clip_norm, self._measure)
+        self.sharded.gradients.reducer.settle(math.isfinite(norm))
         if math.isfinite(norm):
             self.optimizers.step(lr)
             self.steps, self.updates = self.steps + 1, self.updates + 1

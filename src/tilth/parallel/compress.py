@@ -1,0 +1,167 @@
+"""Compressors of gradients: what a rank sends in place of float32 values (BytePS-Compress, arXiv 2105.07829).
+
+A compressor C is unbiased, E C(x) = x, or a contraction, E ||C(x) - x||^2 <= (1 - delta) ||x||^2. An unbiased one of
+second moment E ||C(x)||^2 <= ||x||^2 / delta is a contraction after a multiplication by delta, which is how error
+feedback uses it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilth.config.code import describe
+from tilth.config.open_sets import COMPRESSORS
+from tilth.config.plugins import call_declared, declared
+from tilth.config.roles import resolve
+from tilth.core.errors import PluginError, RecipeError
+from tilth.core.random import Stream, stream
+from tilth.parallel.quantise import dequantise, pack, quantise, unpack
+
+PROBED = 8
+"""A declared compressor is tried with fewer values than this before training."""
+
+
+class Compressor:
+    """Code of the values of one tensor. A subclass says what it promises; conformance tests check that."""
+
+    unbiased = False
+    """True: the mean of ``decode(encode(x))`` over random numbers is x."""
+    summable = False
+    """True: codes are floating-point values that are linear in x, and the code of a sum is the sum of codes. All ranks
+    then draw the same random numbers, and codes are summed on their way."""
+
+    def delta(self, count: int) -> float:
+        """Return the delta of ``count`` values, as the module says: in (0, 1]."""
+        raise NotImplementedError
+
+    def encode(self, x: Tensor, random: Stream) -> Tensor:
+        """Return the code of float32 x [n]: a 1-D tensor whose dtype and length depend on n alone."""
+        raise NotImplementedError
+
+    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
+        """Return float32 [count] from a code; random: as in ``encode``."""
+        raise NotImplementedError
+
+
+class OneBit(Compressor):
+    """Signs and the mean absolute value: n / 8 + 4 bytes. 0 has the sign of positive values."""
+
+    def delta(self, count: int) -> float:
+        return 1 / count  # ||x||_1^2 / (n ||x||_2^2), of a vector with a single value
+
+    def encode(self, x: Tensor, random: Stream) -> Tensor:
+        scale = x.abs().mean()[None]
+        return torch.cat([scale.view(torch.uint8), pack((x < 0).to(torch.uint8), 1)])
+
+    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
+        return code[:4].clone().view(torch.float32) * (1 - 2 * unpack(code[4:], 1, count).float())
+
+
+class TopK(Compressor):
+    """The values of greatest magnitude with their places: 8 bytes each."""
+
+    def __init__(self, *, share: float = 0.01) -> None:
+        """share: of the values."""
+        self.share = checked("share", share, 0 < share <= 1, "above 0 and at most 1")
+
+    def _kept(self, count: int) -> int:
+        return math.ceil(self.share * count)
+
+    def delta(self, count: int) -> float:
+        return self._kept(count) / count
+
+    def encode(self, x: Tensor, random: Stream) -> Tensor:
+        places = x.abs().topk(self._kept(len(x))).indices
+        return torch.cat([places.int(), x[places].view(torch.int32)])
+
+    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
+        places, values = code.chunk(2)
+        return torch.zeros(count, device=code.device).index_copy_(0, places.long(), values.view(torch.float32))
+
+
+class RandomK(Compressor):
+    """One random value of each of k intervals of equal length, times that length: 4 bytes each, without places, which
+    all ranks draw alike."""
+
+    unbiased = summable = True
+
+    def __init__(self, *, share: float = 0.01) -> None:
+        """share: of the values."""
+        self.share = checked("share", share, 0 < share <= 1, "above 0 and at most 1")
+
+    def _intervals(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return where intervals begin and their lengths, int64 [k] each: n / k, rounded down or up."""
+        kept = math.ceil(self.share * count)
+        ends = torch.arange(kept + 1, device=device) * count // kept
+        return ends[:-1], ends.diff()
+
+    def _places(self, count: int, random: Stream, device: torch.device) -> tuple[Tensor, Tensor]:
+        starts, lengths = self._intervals(count, device)
+        return starts + (random.bits(0, len(starts), device) * lengths).bitwise_right_shift_(32), lengths
+
+    def delta(self, count: int) -> float:
+        return 1 / int(self._intervals(count, torch.device("cpu"))[1].max())
+
+    def encode(self, x: Tensor, random: Stream) -> Tensor:
+        places, lengths = self._places(len(x), random, x.device)
+        return x[places] * lengths
+
+    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
+        places, _ = self._places(count, random, code.device)
+        return torch.zeros(count, device=code.device).index_copy_(0, places, code.float())
+
+
+class Dither(Compressor):
+    """Linear dithering: multiples of the greatest magnitude of a group, rounded at random: bits / 8 bytes a value, and
+    4 a group."""
+
+    unbiased = True
+
+    def __init__(self, *, bits: int = 4, group: int = 128) -> None:
+        """bits: of a value with its sign; group: values with one scale."""
+        self.bits = checked("bits", bits, bits in (2, 4, 8), "2, 4 or 8")
+        self.group = checked("group", group, group > 0, "1 or more")
+
+    def delta(self, count: int) -> float:
+        levels = 2 ** (self.bits - 1) - 1
+        return 1 / (1 + min(count, self.group) / (4 * levels**2))  # each rounding has a variance of a quarter at most
+
+    def encode(self, x: Tensor, random: Stream) -> Tensor:
+        codes, scales = quantise(x, self.bits, self.group, random)
+        return torch.cat([scales.view(torch.uint8), codes])
+
+    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
+        groups = -(-count // self.group)
+        scales = code[: 4 * groups].clone().view(torch.float32)
+        return dequantise(code[4 * groups :], scales, self.bits, self.group, count)
+
+
+def checked(name: str, value: Any, right: bool, wanted: str) -> Any:
+    """Return the value of an option. RecipeError: it is not right; wanted: what is."""
+    if not right:
+        key = f"policy.comm.options.{name}"
+        raise RecipeError(f"{key} = {value} is not {wanted}", key=key)
+    return value
+
+
+def compressor_of(name: str, options: Mapping[str, Any]) -> Compressor:
+    """Return the compressor of ``policy.comm.gradients``. PluginError: a declared one fails, or does not return as many
+    values as it was given; RecipeError: an option is wrong."""
+    own = declared("compressor").get(name)
+    if own is None:
+        return resolve(COMPRESSORS[name].made)(**options)
+    made, random, counts = call_declared(own, **options), stream(0, "probe"), range(1, PROBED)
+    try:
+        found = [made.decode(made.encode(torch.zeros(n), random), n, random) for n in counts]
+        shapes = [tuple(one.shape) for one in found]
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
+        message = f"{own.title}: {describe(error, own.file)}"
+        raise PluginError(message, key=f"compressor.{name}") from error
+    if wrong := [(n, shape) for n, shape in zip(counts, shapes) if shape != (n,)]:
+        count, shape = wrong[0]
+        message = f"{own.title}: decode returns shape {shape} for {count} values; it must be ({count},)"
+        raise PluginError(message, key=f"compressor.{name}.decode")
+    return made

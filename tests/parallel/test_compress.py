@@ -1,0 +1,174 @@
+"""Conformance of compressors: those of Tilth, and the worked example of docs/extending.md."""
+
+import math
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.config.test_plugins import _nothing_left_behind  # noqa: F401  (a fixture)
+from tests.documents import blocks
+from tests.errors import raises
+from tilth.config.plugins import PluginError, compressor
+from tilth.core.errors import RecipeError
+from tilth.core.random import stream
+from tilth.parallel.compress import Compressor, compressor_of
+from tilth.parallel.quantise import dequantise, pack, quantise, unpack
+
+(TERNARY,) = (block.text for block in blocks("docs/extending.md") if block.first == "# ternary.py")
+NAMES = {
+    "onebit": {},
+    "topk": {"share": 0.1},
+    "randomk": {"share": 0.1},
+    "dither": {},
+    "dither2": {"bits": 2, "group": 8},
+    "dither8": {"bits": 8},
+    "ternary": {},
+}
+COUNTS = (1, 2, 7, 128, 129, 1000)
+
+
+@pytest.fixture(autouse=True)
+def ternary(_nothing_left_behind):  # noqa: F811
+    exec(TERNARY, vars(types.ModuleType("ternary")))
+
+
+def made(name):
+    return compressor_of(name.rstrip("28"), NAMES[name])
+
+
+def values(count, heavy=False):
+    """Normal values; heavy: a few that are far larger."""
+    x = stream(1, "values", count).normal(0, count)
+    return x * x.abs() ** 3 if heavy else x
+
+
+def passed(one, x, *path):
+    """x after one way."""
+    random = stream(0, *path)
+    return one.decode(one.encode(x, random), len(x), random)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("heavy", [False, True])
+def test_what_is_left_out_is_within_the_bound(name, heavy):
+    one, draws = made(name), 64
+    for count in COUNTS:
+        x, delta = values(count, heavy), one.delta(count)
+        assert 0 < delta <= 1
+        factor = delta if one.unbiased else 1.0
+        lost = [float((factor * passed(one, x, "draw", i) - x).square().sum()) for i in range(draws)]
+        most = (1 - delta) * float(x.square().sum())
+        spread = torch.tensor(lost).std().item() / math.sqrt(draws)
+        assert sum(lost) / draws <= most + 4 * spread + 1e-5 * float(x.square().sum())
+        assert one.unbiased or max(lost) <= most + 1e-5 * float(x.square().sum())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("onebit", "topk")])
+def test_the_mean_of_many_draws_is_the_value(name):
+    one, draws = made(name), 400
+    for count in (1, 7, 129):
+        x = values(count)
+        every = torch.stack([passed(one, x, "draw", i) for i in range(draws)]).double()
+        error, spread = (every.mean(0) - x).abs(), every.std(0) / math.sqrt(draws)
+        assert (error <= 5 * spread + 1e-6 * x.abs().max()).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_code_depends_on_the_number_of_values_alone_and_zeros_stay(name):
+    one = made(name)
+    for count in COUNTS:
+        tiny = values(count) * 1e-38
+        codes = [one.encode(x, stream(0, "one")) for x in (values(count), torch.zeros(count), tiny, -tiny)]
+        assert len({(code.dtype, len(code)) for code in codes}) == 1 and all(code.ndim == 1 for code in codes)
+        assert not passed(one, torch.zeros(count), "one").any()
+        back = passed(one, tiny, "one")
+        assert back.dtype == torch.float32 and back.isfinite().all() and back.shape == (count,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_numbers_decide_all_that_is_random(name):
+    one, x = made(name), values(300)
+    first, again, other = (passed(one, x, "step", i) for i in (1, 1, 2))
+    assert torch.equal(first, again) and torch.equal(first, other) == (not one.unbiased)
+
+
+def test_codes_that_are_summed_are_that_of_the_sum():
+    one, x, y, random = made("randomk"), values(301), values(301, heavy=True), stream(0, "step")
+    assert one.summable and not any(made(name).summable for name in NAMES if name != "randomk")
+    summed = one.encode(x, random) + one.encode(y, random)
+    torch.testing.assert_close(one.decode(summed, 301, random), one.decode(one.encode(x + y, random), 301, random))
+
+
+BYTES = {"onebit": 4 + 125, "topk": 100 * 8, "randomk": 100 * 4, "dither": 8 * 4 + 500, "dither8": 8 * 4 + 1000}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_a_thousand_values(name):
+    assert made(name).encode(values(1000), stream(0, "step")).nbytes == BYTES[name]
+
+
+def test_signs_of_zeros_and_of_the_last_bits():
+    x = torch.tensor([0.0, -3.0, -0.0, 3.0, -3.0, 3.0, -3.0, -3.0, 3.0])
+    back = passed(made("onebit"), x, "step")
+    torch.testing.assert_close(back, torch.where(x < 0, -1.0, 1.0) * x.abs().mean())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 40), st.data())
+def test_pack_and_unpack_any_number_of_values(bits, count, data):
+    given_ = torch.tensor(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count)))
+    packed = pack(given_.to(torch.uint8), bits)
+    assert packed.dtype == torch.uint8 and len(packed) == -(-count * bits // 8)
+    assert torch.equal(unpack(packed, bits, count), given_.to(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rounding_moves_a_value_by_less_than_the_scale(bits):
+    x, random = values(1001, heavy=True), stream(0, "step")
+    codes, scales = quantise(x, bits, 128, random)
+    back = dequantise(codes, scales, bits, 128, 1001)
+    assert len(scales) == 8 and ((back - x).abs() <= scales.repeat_interleave(128)[:1001] * (1 + 1e-5)).all()
+    assert back.abs().max() == x.abs().max()  # the greatest of a group is kept
+
+
+# ---- what is refused ----
+
+
+WRONG = {"topk": {"share": 0.0}, "randomk": {"share": 1.5}, "dither": {"bits": 3}}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_that_cannot_be(name):
+    (option,) = WRONG[name]
+    with raises(RecipeError, f"policy.comm.options.{option}"):
+        compressor_of(name, WRONG[name])
+
+
+class Short(Compressor):
+    def encode(self, x, random):
+        return x
+
+    def decode(self, code, count, random):
+        return code[: count // 2]
+
+
+class Fails(Short):
+    def decode(self, code, count, random):
+        return code[None].missing
+
+
+@pytest.mark.parametrize(("kind", "key"), [(Short, "compressor.mine.decode"), (Fails, "compressor.mine")])
+def test_a_declared_one_that_returns_another_shape_or_fails(kind, key):
+    compressor("mine")(kind)
+    with raises(PluginError, key):
+        compressor_of("mine", {})
+
+
+def test_a_declaration_names_its_state():
+    with raises(PluginError, "compressor.mine.state"):
+        compressor("mine", state=("momentum",))
+    with raises(PluginError, "compressor.topk.shipped"):
+        compressor("topk")
