@@ -146,7 +146,7 @@ def counted(rank, case, name, **how):
     """Bytes of gradients of a step by operation, and how many elements this rank gets in how many buckets."""
     found = engine(rank, case, name, **how)
     pieces = [[*own] for bucket in found.sharded.gradients._shards.buckets for own in bucket.pieces]
-    coded, place = found.sharded.gradients.reducer._coded, found.sharded.grid.rank
+    coded, place = found.sharded.gradients.reducer._gradients.names, found.sharded.grid.rank
     step(found, case)
     with Operators() as operators:
         found.sharded.begin(1)
@@ -250,11 +250,10 @@ def test_what_nothing_compresses_any_more_is_refused(pool, tmp_path):
 class Flipped(CompressedReducer):
     """The last rank sums other bytes than it was sent in the second step."""
 
-    def _unpack(self, out, code, pieces, owner, sender):
-        super()._unpack(out, code, pieces, owner, sender)
-        if self._step and owner == sender == 1:
-            place = int(out.abs().argmax())
-            out.view(torch.int32)[place] ^= -(1 << 31)
+    def reduce_scatter(self, out, gradients, group, key):
+        super().reduce_scatter(out, gradients, group, key)
+        if self._gradients.step and group.rank():
+            out.view(torch.int32)[int(out.abs().argmax())] ^= -(1 << 31)
 
 
 class Apart(CompressedReducer):
@@ -262,7 +261,7 @@ class Apart(CompressedReducer):
 
     def all_gather(self, out, own, group, key, pieces):
         super().all_gather(out, own, group, key, pieces)
-        if self._step and group.rank():
+        if self._gradients.step and group.rank():
             out.view(torch.int32)[int(out.abs().argmax())] ^= 1 << 22
 
 

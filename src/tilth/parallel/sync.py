@@ -7,7 +7,7 @@ is lost. Every rank applies the same bytes, the one that sent them too.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -32,10 +32,6 @@ GIVEN, SUMS = "residual.", "sum_residual."
 """Prefixes of tensors of the state: what this rank left out of its gradients, and of the sums that it sent."""
 
 
-SUM = -1
-"""Sender of a sum, in place of a rank of the group."""
-
-
 class CodeForm(NamedTuple):
     """Elements and dtype of the codes of so many values, and the factor on what they stand for."""
 
@@ -44,16 +40,112 @@ class CodeForm(NamedTuple):
     factor: float
 
 
-def by_rank(layout: Layout) -> Layout:
-    """Return the layout of tensors like a parameter, of which each data rank has one of its own: [ranks, ...].
+class Coder:
+    """Codes of rows of pieces: 0, or NaN if an element is not finite, then one piece after the other.
 
-    layout: with copies on all data ranks.
+    They are bytes, or of a compressor whose codes are summed elements of the row's dtype.
     """
-    axes, placements = copied_along(layout), list[Placement]()
-    for name, own in zip(layout.mesh.names, layout.placements):
-        moved = replace(own, dim=own.dim + 1) if isinstance(own, Shard) else own
-        placements.append(Shard(0) if name in axes else moved)
-    return replace(layout, placements=tuple(placements), shape=(layout.mesh.size(*axes), *layout.shape))
+
+    def __init__(self, compressor: Compressor, seed: int, way: str, *, feedback: bool) -> None:
+        """way: names random numbers and residuals."""
+        self.compressor, self.seed, self.way, self.feedback = compressor, seed, way, feedback
+        self.names = frozenset[str]()
+        """Parameters whose pieces are compressed; others travel as they are."""
+        self.left, self._after = dict[str, Tensor](), dict[str, Tensor]()
+        """What earlier steps left out of a tensor, or of this rank's piece of it; after this step, if it is learned."""
+        self.step = 0
+        self._form = cache(self._form_of)
+
+    def begin(self, step: int) -> None:
+        """Begin a step, and forget what one left out that was not settled."""
+        self.step = step
+        self._after.clear()
+
+    def settle(self, learned: bool) -> None:
+        """Keep what this step left out, or what was left out before it."""
+        self.left |= self._after if learned else {}
+        self._after.clear()
+
+    def pack(self, row: Tensor, pieces: Sequence[Piece], owner: int, sender: int = 0) -> Tensor:
+        """Return the code of a row [n] of pieces from one rank to another, and change the row to what it stands for."""
+        found = [self._to_wire(row.sum()[None] * 0)]
+        for part, piece in split(row, pieces):
+            if not self._codes(piece):
+                found.append(self._to_wire(part))
+                continue
+            random, form = self._random(piece, owner, sender), self._form(piece.numel)
+            left = self._of(self.left, piece) if piece.name in self.left else None
+            wanted = part.clone() if left is None else part + left.flatten()
+            code = self.compressor.encode(wanted.float(), random)
+            if (code.numel(), code.dtype) != form[:2]:
+                raise self._uneven(code, form)
+            part.copy_(self._decoded(code, piece, random))
+            if left is not None:
+                self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
+                self._of(self._after, piece).copy_((wanted - part).view(left.shape))
+            found.append(self._to_wire(code.to(row.dtype) if self.compressor.summable else code))
+        return torch.cat(found)
+
+    def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[Piece], owner: int, sender: int = 0) -> None:
+        """Add what a code stands for to a row [n]."""
+        at = self._length(1, row.dtype)
+        row += self._from_wire(code[:at], row.dtype)
+        for part, piece in split(row, pieces):
+            length = self._piece_length(piece, row.dtype)
+            own, at = code[at : at + length], at + length
+            if self._codes(piece):
+                own = self._from_wire(own, self._form(piece.numel).dtype)
+                part += self._decoded(own, piece, self._random(piece, owner, sender)).to(row.dtype)
+            else:
+                part += self._from_wire(own, row.dtype)
+
+    def length(self, pieces: Sequence[Piece], dtype: torch.dtype) -> int:
+        """Return the length of the code of a row."""
+        return self._length(1, dtype) + sum(self._piece_length(piece, dtype) for piece in pieces if piece.name)
+
+    def _codes(self, piece: Piece) -> bool:
+        return piece.numel > 0 and piece.name in self.names
+
+    def _decoded(self, code: Tensor, piece: Piece, random: Stream) -> Tensor:
+        return self.compressor.decode(code, piece.numel, random) * self._form(piece.numel).factor
+
+    def _of(self, tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:
+        """Return the part of a piece, of tensors that are whole or this part."""
+        whole = tensors[piece.name]
+        return whole if whole.numel() == piece.numel else whole[piece.slices]
+
+    def _random(self, piece: Piece, owner: int, sender: int) -> Stream:
+        """Return the random numbers of a sender for a piece in this step; those of codes that are summed are alike.
+
+        They are equal along all other axes, where ranks with the same gradients must round alike."""
+        who = 0 if self.compressor.summable else sender
+        return stream(self.seed, self.way, self.step, owner, who, piece.name)
+
+    def _to_wire(self, x: Tensor) -> Tensor:
+        return x if self.compressor.summable else x.contiguous().view(torch.uint8)
+
+    def _from_wire(self, code: Tensor, dtype: torch.dtype) -> Tensor:
+        return code if self.compressor.summable else code.clone().view(dtype)  # clone: at any address
+
+    def _length(self, count: int, dtype: torch.dtype) -> int:
+        return count if self.compressor.summable else count * dtype.itemsize
+
+    def _piece_length(self, piece: Piece, dtype: torch.dtype) -> int:
+        if not self._codes(piece):
+            return self._length(piece.numel, dtype)
+        form = self._form(piece.numel)
+        return self._length(form.length, form.dtype)
+
+    def _form_of(self, count: int) -> CodeForm:
+        code = self.compressor.encode(torch.zeros(count), stream(0, "form"))
+        shrinks = self.feedback and self.compressor.unbiased
+        return CodeForm(code.numel(), code.dtype, self.compressor.delta(count) if shrinks else 1.0)
+
+    def _uneven(self, code: Tensor, form: CodeForm) -> PluginError:
+        name = type(self.compressor).__name__
+        there, right = f"{code.numel()} {code.dtype}", "both must depend on the number of values alone"
+        message = f"compressor {name}: a code of {there}, where that of zeros has {form.length} {form.dtype}; {right}"
+        return PluginError(message, key=f"compressor.{name}.encode")
 
 
 class CompressedReducer(GradientReducer):
@@ -71,20 +163,17 @@ class CompressedReducer(GradientReducer):
         smallest: int = 65_536,
         seed: int = 0,
     ) -> None:
-        """smallest: elements of a tensor; seed: of random numbers."""
-        self.compressor, self.two_way, self.smallest, self.seed = compressor, two_way, smallest, seed
-        self.feedback = feedback
+        """smallest: elements of a tensor that is compressed; seed: of random numbers."""
+        self.smallest = smallest
+        self._gradients = Coder(compressor, seed, GIVEN, feedback=feedback)
+        self._sums = Coder(compressor, seed, SUMS, feedback=feedback) if two_way else None
         self._layouts = dict[str, Layout]()
-        self._state = dict[str, Tensor]()
-        self._next = dict[str, Tensor]()
-        """State after this step, if it is learned."""
         self._sent = dict[str, tuple[Pieces, list[Tensor]]]()
         """Key of a sum -> codes for each rank."""
-        self._coded = frozenset[str]()
-        self._step = 0
-        self._form = cache(self._form_of)
 
-    # Which gradients, and what is left out of them
+    @property
+    def _coders(self) -> list[Coder]:
+        return [self._gradients, *([self._sums] if self._sums else [])]
 
     def bind(
         self,
@@ -94,161 +183,86 @@ class CompressedReducer(GradientReducer):
         table: Table,
         own: Mapping[str, Tensor],
     ) -> None:
-        self._coded = frozenset(name for name, layout in given.items() if self._codes(name, layout, table))
-        for name in (name for name in given if name in self._coded and self.feedback):
-            self._layouts[GIVEN + name] = by_rank(given[name])
-            if self.two_way:
-                self._layouts[SUMS + name] = updates[name]
-        for name, layout in self._layouts.items():
-            if layout.mesh.has(grid.rank):
-                size = [box.size for box in layout.boxes(grid.rank)] or [(0, *layout.shape[1:])]
-                self._state[name] = own[name.partition(".")[2]].new_zeros(size[0])
+        names = [name for name, layout in given.items() if self._compresses(name, layout, table)]
+        for coder in self._coders:
+            coder.names = frozenset(names)
+            for name in names if coder.feedback else ():
+                layout = given[name] if coder.way == GIVEN else updates[name]
+                self._layouts[coder.way + name] = by_rank(layout) if coder.way == GIVEN else layout
+                if layout.mesh.has(grid.rank):
+                    size = [box.size for box in layout.boxes(grid.rank)] or [(0, *layout.shape[1:])]
+                    coder.left[name] = own[name].new_zeros(size[0])
 
-    def _codes(self, name: str, layout: Layout, table: Table) -> bool:
-        """True for a matrix of which ranks have nothing but parts and copies: not a part of its gradient."""
+    def _compresses(self, name: str, layout: Layout, table: Table) -> bool:
+        """True for a large matrix of which ranks have parts and copies, and nobody a part of its gradient."""
         whole = all(getattr(own, "copies", 1) == 1 for own in layout.placements) and layout.mesh.count("layers") == 1
-        large = math.prod(layout.shape) >= self.smallest
-        return whole and large and rule_of(table, name).kind in ("matrix", "embedding") and bool(copied_along(layout))
+        matrix = rule_of(table, name).kind in ("matrix", "embedding") and math.prod(layout.shape) >= self.smallest
+        return whole and matrix and bool(copied_along(layout))
 
     def state(self) -> Mapping[str, Tensor]:
-        return self._state
+        every = [(coder.way, name, left) for coder in self._coders for name, left in coder.left.items()]
+        return {way + name: left[None] if way == GIVEN else left for way, name, left in every}
 
     def layouts(self) -> Mapping[str, Layout]:
         return self._layouts
 
     def begin(self, step: int) -> None:
-        self._step = step
-        self._next.clear()
         self._sent.clear()
+        for coder in self._coders:
+            coder.begin(step)
 
     def settle(self, learned: bool) -> None:
-        if learned:
-            self._state |= self._next
-        self._next = {}
-
-    # Sums
+        for coder in self._coders:
+            coder.settle(learned)
 
     @torch.no_grad()
     def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
-        rows, sender = whole.view(len(pieces), -1), group.rank()
-        self._sent[key] = pieces, [self._pack(*of, r, sender) for r, of in enumerate(zip(rows, pieces))]
+        rows = enumerate(zip(whole.view(len(pieces), -1), pieces))
+        self._sent[key] = pieces, [self._gradients.pack(*row, owner, group.rank()) for owner, row in rows]
 
     @torch.no_grad()
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> None:
         if key not in self._sent:  # of gradients that are never coded
             return super().reduce_scatter(out, whole, group, key)
-        (pieces, codes), place, ranks = self._sent.pop(key), group.rank(), group.size()
+        (pieces, codes), place = self._sent.pop(key), group.rank()
         out.zero_()
-        if self.compressor.summable:
+        for sender, code in self._received(codes, group):
+            self._gradients.unpack(out, code, pieces[place], place, sender)
+
+    def _received(self, codes: Sequence[Tensor], group: Group) -> Iterator[tuple[int, Tensor]]:
+        """Send a code to each rank of a group; yield the senders and codes for this one, or one that is the sum."""
+        if self._gradients.compressor.summable:
             summed = codes[0].new_empty(max(map(len, codes)))
             reduce_scatter(summed, torch.cat([F.pad(code, (0, len(summed) - len(code))) for code in codes]), group)
-            return self._unpack(out, summed, pieces[place], place, 0)
-        sizes, count = [len(code) for code in codes], len(codes[place])
-        received = codes[0].new_empty(ranks * count)
-        all_to_all(received, torch.cat(codes), [count] * ranks, sizes, group).wait()
-        for sender, code in enumerate(received.split(count)):
-            self._unpack(out, code, pieces[place], place, sender)
+            yield 0, summed
+            return
+        sizes, count = [len(code) for code in codes], len(codes[group.rank()])
+        received = codes[0].new_empty(len(codes) * count)
+        all_to_all(received, torch.cat(list(codes)), [count] * len(codes), sizes, group).wait()
+        yield from enumerate(received.split(count))
 
     @torch.no_grad()
     def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
-        if not self.two_way:
+        if self._sums is None:
             return super().all_gather(out, own, group, key, pieces)
-        code = self._pack(own, pieces[group.rank()], group.rank(), SUM)
-        length = max(self._row_length(of, own.dtype) for of in pieces)
+        code = self._sums.pack(own, pieces[group.rank()], group.rank())
+        length = max(self._sums.length(of, own.dtype) for of in pieces)
         every = code.new_empty(len(pieces) * length)
         all_gather(every, F.pad(code, (0, length - len(code))), group)
-        for r, (row, found) in enumerate(zip(out.zero_().view(len(pieces), -1), every.split(length))):
-            self._unpack(row, found, pieces[r], r, SUM)
+        for owner, (row, found) in enumerate(zip(out.zero_().view(len(pieces), -1), every.split(length))):
+            self._sums.unpack(row, found, pieces[owner], owner)
 
-    # Code of a row: 0, or NaN if an element is not finite; then one piece after the other
 
-    def _pack(self, row: Tensor, pieces: Sequence[Piece], owner: int, sender: int) -> Tensor:
-        """Return the code of a row [n] of pieces, and change the row to what it stands for."""
-        found = [self._to_wire(row.sum()[None] * 0)]
-        for part, piece in split(row, pieces):
-            if not self._is_coded(piece):
-                found.append(self._to_wire(part))
-                continue
-            left, random = self._left(piece, sender), self._random(piece, owner, sender)
-            wanted = part + left.flatten() if left is not None else part.clone()
-            code, form = self.compressor.encode(wanted.float(), random), self._form(piece.numel)
-            if (code.numel(), code.dtype) != form[:2]:
-                raise self._uneven(code, form)
-            part.copy_(self._decoded(code, piece, random))
-            if left is not None:
-                self._after(piece, sender).copy_((wanted - part).view(left.shape))
-            found.append(self._to_wire(code.to(row.dtype) if self.compressor.summable else code))
-        return torch.cat(found)
+def by_rank(layout: Layout) -> Layout:
+    """Return the layout of tensors like a parameter, of which each data rank has one of its own: [ranks, ...].
 
-    def _unpack(self, out: Tensor, code: Tensor, pieces: Sequence[Piece], owner: int, sender: int) -> None:
-        """Add to a row [n] what a code stands for."""
-        at = self._length(1, out.dtype)
-        out += self._from_wire(code[:at], out.dtype)
-        for part, piece in split(out, pieces):
-            length = self._piece_length(piece, out.dtype)
-            own, at = code[at : at + length], at + length
-            if self._is_coded(piece):
-                own = self._from_wire(own, self._form(piece.numel).dtype)
-                part += self._decoded(own, piece, self._random(piece, owner, sender)).to(out.dtype)
-            else:
-                part += self._from_wire(own, out.dtype)
-
-    def _is_coded(self, piece: Piece) -> bool:
-        return piece.numel > 0 and piece.name in self._coded
-
-    def _decoded(self, code: Tensor, piece: Piece, random: Stream) -> Tensor:
-        return self.compressor.decode(code, piece.numel, random) * self._form(piece.numel).factor
-
-    def _left(self, piece: Piece, sender: int) -> Tensor | None:
-        """Return what earlier steps left out of a piece; None without feedback."""
-        if sender == SUM:
-            return self._state.get(SUMS + piece.name)
-        whole = self._state.get(GIVEN + piece.name)
-        return None if whole is None else whole[0][piece.slices]
-
-    def _after(self, piece: Piece, sender: int) -> Tensor:
-        """Return where this step puts what it leaves out of a piece."""
-        name = (SUMS if sender == SUM else GIVEN) + piece.name
-        whole = self._next.setdefault(name, torch.empty_like(self._state[name]))
-        return whole if sender == SUM else whole[0][piece.slices]
-
-    def _random(self, piece: Piece, owner: int, sender: int) -> Stream:
-        """Return the random numbers of a sender for a piece in this step; those of codes that are summed are alike.
-
-        They are equal along all other axes, where ranks with the same gradients must round alike."""
-        who = SUM if self.compressor.summable else sender
-        return stream(self.seed, "comm", self._step, owner, who, piece.name)
-
-    # Bytes; of a compressor whose codes are summed, elements
-
-    def _to_wire(self, x: Tensor) -> Tensor:
-        return x if self.compressor.summable else x.contiguous().view(torch.uint8)
-
-    def _from_wire(self, code: Tensor, dtype: torch.dtype) -> Tensor:
-        return code if self.compressor.summable else code.clone().view(dtype)  # clone: at any address
-
-    def _length(self, count: int, dtype: torch.dtype) -> int:
-        return count if self.compressor.summable else count * dtype.itemsize
-
-    def _piece_length(self, piece: Piece, dtype: torch.dtype) -> int:
-        if not self._is_coded(piece):
-            return self._length(piece.numel, dtype)
-        form = self._form(piece.numel)
-        return self._length(form.length, form.dtype)
-
-    def _row_length(self, pieces: Sequence[Piece], dtype: torch.dtype) -> int:
-        return self._length(1, dtype) + sum(self._piece_length(piece, dtype) for piece in pieces if piece.name)
-
-    def _form_of(self, count: int) -> CodeForm:
-        code = self.compressor.encode(torch.zeros(count), stream(0, "form"))
-        shrinks = self.feedback and self.compressor.unbiased
-        return CodeForm(code.numel(), code.dtype, self.compressor.delta(count) if shrinks else 1.0)
-
-    def _uneven(self, code: Tensor, form: CodeForm) -> PluginError:
-        name = type(self.compressor).__name__
-        there, right = f"{code.numel()} {code.dtype}", "both must depend on the number of values alone"
-        message = f"compressor {name}: a code of {there}, where that of zeros has {form.length} {form.dtype}; {right}"
-        return PluginError(message, key=f"compressor.{name}.encode")
+    layout: with copies on all data ranks.
+    """
+    axes, placements = copied_along(layout), list[Placement]()
+    for name, own in zip(layout.mesh.names, layout.placements):
+        moved = replace(own, dim=own.dim + 1) if isinstance(own, Shard) else own
+        placements.append(Shard(0) if name in axes else moved)
+    return replace(layout, placements=tuple(placements), shape=(layout.mesh.size(*axes), *layout.shape))
 
 
 def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
