@@ -641,31 +641,42 @@ def _stages(recipe: Recipe, name: str, layout: LayoutConfig) -> Refusals:
 
 def _comm(recipe: Recipe) -> Refusals:
     """Check what compression of the policy's gradients cannot do, and keys that are for it alone."""
-    c, layout, name = recipe.policy.comm, recipe.policy.layout, "policy.comm.gradients"
-    if c.gradients == "exact":
-        for key in type(c).model_fields:
-            if getattr(c, key) != getattr(CommConfig(), key):
-                yield f"policy.comm.{key}.unused", f"has no use with {name} = exact; leave it out, or use a compressor"
+    c, layout, exact = recipe.policy.comm, recipe.policy.layout, recipe.policy.comm.gradients == "exact"
+    name = "policy.comm.gradients" if not exact else "policy.comm.weights"
+    for key in ("feedback", "two_way", "options", "node_size", *(["smallest"] if c.exact else [])) if exact else ():
+        if getattr(c, key) != getattr(CommConfig(), key):
+            why = "has no use with policy.comm.gradients = exact; leave it out, or use a compressor"
+            yield f"policy.comm.{key}.unused", why
+    if c.exact:
         return
     if c.options:  # else torch is not imported
         own = keyword_options(resolve(COMPRESSORS[c.gradients].made))
         yield from _options("policy.comm", f"compressor {c.gradients}", own, c.options)
     if recipe.policy.lora.rank:
-        why = f"compresses gradients of weights, which policy.lora.rank = {recipe.policy.lora.rank} freezes; use exact"
+        why = f"compresses what weights learn, which policy.lora.rank = {recipe.policy.lora.rank} freezes; use exact"
         yield f"{name}.lora", why
     if recipe.cluster.search:
         return
     sizes = layout.meshed(pools(recipe)[pool_of(recipe, "policy")])
-    if math.prod(sizes[axis] for axis in over(*DATA)) == 1:
+    ranks, two_level = math.prod(sizes[axis] for axis in over(*DATA)), c.gradients == "sdp4bit"
+    if c.node_size > 1 and not (two_level and ranks % c.node_size == 0):
+        why = f"does not divide {ranks} data ranks" if two_level else f"has no use with {name} = {c.gradients}"
+        yield "policy.comm.node_size", f"{why}; set it to 1" + (f" or {ranks}" if two_level else "")
+    if ranks == 1:
         why = "compresses what data ranks send to each other, and there is one; use exact, or more workers"
         yield f"{name}.ranks", why
     sharded = [axis for axis in over("rows") if axis in over(*MODEL) and sizes[axis] > 1 and layout.zero != 1]
+    if c.weights != "exact" and layout.zero != 1:
+        why = f"sends changes of weights that all data ranks have; set policy.layout.zero to 1, not {layout.zero}"
+        yield "policy.comm.weights.zero", why
     if sharded and layout.zero == 3:
         why = "would code the gradients of each micro-batch; set policy.layout.zero to 1 or 2"
         yield f"{name}.zero", f"with policy.layout.{sharded[0]} = {sizes[sharded[0]]} and zero = 3 {why}"
     if sharded and layout.pp_schedule == "zero-bubble":
         why = "compresses no gradients that policy.layout.pp_schedule = zero-bubble defers; use 1f1b or interleaved"
         yield f"{name}.pp_schedule", why
+    if c.two_way and two_level:
+        yield "policy.comm.two_way.levels", f"is of other compressors than {c.gradients}; use false"
     if c.two_way and (sharded or layout.zero == 1):
         why = "compresses sums on their way to copies (dp), and here each rank keeps its part of them; use false"
         yield "policy.comm.two_way.zero", why

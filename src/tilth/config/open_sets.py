@@ -53,6 +53,7 @@ COMPRESSORS = {
     "topk": CompressorSpec("tilth.parallel.compress:TopK"),
     "randomk": CompressorSpec("tilth.parallel.compress:RandomK"),
     "dither": CompressorSpec("tilth.parallel.compress:Dither"),
+    "sdp4bit": CompressorSpec("tilth.parallel.two_level:TwoLevels", state=()),
 }
 """Compressors of gradients by name; plugins add to it."""
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}

@@ -382,6 +382,9 @@ class CommConfig(Section):
     gradients: Annotated[
         str, OneOf(lambda: ["exact", *COMPRESSORS], "compressor"), Fixed("what it left out waits for the next step")
     ] = Field("exact", description="how gradients travel: exact, or by a compressor, of a plugin too")
+    weights: Annotated[Literal["exact", "difference4"], Fixed("what it left out waits for the next step")] = Field(
+        "exact", description="with layout.zero = 1, how new weights travel; difference4: changes in 4 bits a value"
+    )
     feedback: bool = Field(
         True, description="add what the compressor leaves out of a gradient to the next one, if it declares a residual"
     )
@@ -392,7 +395,16 @@ class CommConfig(Section):
     smallest: Count = Field(
         65_536, description="elements of the smallest matrix that is compressed; norms and biases never are"
     )
+    node_size: Positive = Field(
+        1,
+        description="sdp4bit: neighbouring data ranks with fast links, on which gradients have 8 bits a value",
+    )
     options: Options = Field({}, description="keyword arguments of the compressor")
+
+    @property
+    def exact(self) -> bool:
+        """True if nothing is compressed."""
+        return self.gradients == self.weights == "exact"
 
 
 class PolicyConfig(RoleSection):

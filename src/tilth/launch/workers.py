@@ -32,7 +32,7 @@ from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.parallel.sync import reducer_of
+from tilth.parallel.two_level import reducer_of
 from tilth.plan.layout import layouts, policy_layouts, tp_part
 from tilth.plan.lora import is_adapter
 from tilth.plan.memory import has_relay
@@ -341,8 +341,8 @@ def shard_model(
     dims = ParallelDims.of(context.mesh, context.rank, context.generation)
     how: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "cp_style": layout.cp_style}
     how |= {"schedule": layout.pp_schedule, "converters": converters, "device": str(device)}
-    if context.role == "policy" and (comm := recipe.policy.comm).gradients != "exact":
-        how["reducer"] = reducer_of(comm, recipe.seed)
+    if context.role == "policy":
+        how["reducer"] = reducer_of(recipe.policy.comm, recipe.seed)
     return shard(build, dims, **how)
 
 

@@ -147,9 +147,9 @@ def checked(name: str, value: Any, right: bool, wanted: str) -> Any:
     return value
 
 
-def compressor_of(name: str, options: Mapping[str, Any]) -> Compressor:
-    """Return the compressor of ``policy.comm.gradients``. PluginError: a declared one fails, or does not return as many
-    values as it was given; RecipeError: an option is wrong."""
+def compressor_of(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the ``Compressor`` of ``policy.comm.gradients``, or ``two_level.TwoLevels``. PluginError: a declared one
+    fails, or does not return as many values as it was given; RecipeError: an option is wrong."""
     own = declared("compressor").get(name)
     if own is None:
         return resolve(COMPRESSORS[name].made)(**options)

@@ -140,9 +140,9 @@ class GradientSums:
             module.reshard()
         self._early = {}
         if isinstance(self._shards, UpdateShards):
-            self._shards.scatter(self.reducer)
+            self._shards.scatter()
         elif self._shards is not None:
-            self._early = self._shards.sum_up(self.reducer)
+            self._early = self._shards.sum_up()
         else:
             by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
             apart = [p for name, p in self._local.items() if name not in by_fsdp]

@@ -41,6 +41,8 @@ class GradientReducer:
     tolerance = 0.0
     """Largest relative error of an element that is sent, beyond the epsilon of its dtype. The checks of sums allow for
     it, and see no error that is smaller."""
+    by_difference = False
+    """True: ``gather_weights`` needs the weights before a step in its ``out``."""
     by_parts = False
     """True: ranks with the same parameters each sum a part of the gradients, and gather the sums."""
 
@@ -68,6 +70,14 @@ class GradientReducer:
     def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
         """Fill contiguous ``out`` [n * ranks] with the sums of all ranks; the same bits on every rank."""
         all_gather(out, own, group)
+
+    def main(self, name: str, part: Tensor) -> Tensor:
+        """Return what an optimizer updates in place of this part of a weight that all ranks have."""
+        return part.contiguous()
+
+    def gather_weights(self, out: Tensor, own: Tensor, group: Group, pieces: Pieces) -> None:
+        """Fill ``out`` [ranks, n] with every rank's updated ``own`` [n]; the same bits on every rank."""
+        all_gather(out.view(-1), own, group)
 
     def all_reduce(self, x: Tensor, group: Group, key: str) -> Collective:
         """Start to sum contiguous x [n] over the group in place; the same bits on every rank."""

@@ -326,9 +326,9 @@ class ShardedModel:
                 kinds.setdefault((rule_of(table, name).stacked, axes), {})[name] = tuple(p.shape)
         some = [(kind, names) for kind, found in kinds.items() for names in buckets(found, BUCKET)]
         if self.zero != 1:
-            self.gradients.divide(GradientShards(self.grid, learned, self.layouts, parts, some))
+            self.gradients.divide(GradientShards(reducer, self.grid, learned, self.layouts, parts, some))
             return learned
-        self.updates = UpdateShards(self.grid, learned, self.layouts, parts, some)
+        self.updates = UpdateShards(reducer, self.grid, learned, self.layouts, parts, some)
         self.update_layouts = {**self.layouts, **self.updates.layouts}
         self.gradients.divide(self.updates)
         return self.updates.parts

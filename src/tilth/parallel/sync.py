@@ -16,20 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.config.open_sets import COMPRESSORS
-from tilth.config.schema import CommConfig
 from tilth.core.errors import PluginError
 from tilth.core.layout import Layout, Placement, Shard
 from tilth.core.random import Stream, stream
 from tilth.parallel.comm import Group, all_gather, all_to_all, reduce_scatter
-from tilth.parallel.compress import Compressor, compressor_of
+from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer, Piece, Pieces, split
 from tilth.plan.layout import copied_along
 from tilth.plan.rules import Table, rule_of
 
-GIVEN, SUMS = "residual.", "sum_residual."
-"""Prefixes of tensors of the state: what this rank left out of its gradients, and of the sums that it sent."""
+GIVEN, SUMS, WEIGHTS = "residual.", "sum_residual.", "weight_residual."
+"""Prefixes of tensors of the state: what this rank left out of its gradients, and of sums and updates that it sent."""
 
 
 class CodeForm(NamedTuple):
@@ -46,9 +44,11 @@ class Coder:
     They are bytes, or of a compressor whose codes are summed elements of the row's dtype.
     """
 
-    def __init__(self, compressor: Compressor, seed: int, way: str, *, feedback: bool) -> None:
-        """way: names random numbers and residuals."""
+    def __init__(self, compressor: Compressor, seed: int, way: str, *, feedback: bool, shrinks: bool = True) -> None:
+        """way: names random numbers and residuals. shrinks: with feedback, what an unbiased code stands for is
+        multiplied by its delta."""
         self.compressor, self.seed, self.way, self.feedback = compressor, seed, way, feedback
+        self._shrinks = shrinks and feedback and compressor.unbiased
         self.names = frozenset[str]()
         """Parameters whose pieces are compressed; others travel as they are."""
         self.left, self._after = dict[str, Tensor](), dict[str, Tensor]()
@@ -138,8 +138,7 @@ class Coder:
 
     def _form_of(self, count: int) -> CodeForm:
         code = self.compressor.encode(torch.zeros(count), stream(0, "form"))
-        shrinks = self.feedback and self.compressor.unbiased
-        return CodeForm(code.numel(), code.dtype, self.compressor.delta(count) if shrinks else 1.0)
+        return CodeForm(code.numel(), code.dtype, self.compressor.delta(count) if self._shrinks else 1.0)
 
     def _uneven(self, code: Tensor, form: CodeForm) -> PluginError:
         name = type(self.compressor).__name__
@@ -156,24 +155,30 @@ class CompressedReducer(GradientReducer):
 
     def __init__(
         self,
-        compressor: Compressor,
+        compressor: Compressor | None,
         *,
         feedback: bool = True,
         two_way: bool = False,
+        weights: Compressor | None = None,
         smallest: int = 65_536,
         seed: int = 0,
     ) -> None:
-        """smallest: elements of a tensor that is compressed; seed: of random numbers."""
-        self.smallest = smallest
-        self._gradients = Coder(compressor, seed, GIVEN, feedback=feedback)
-        self._sums = Coder(compressor, seed, SUMS, feedback=feedback) if two_way else None
+        """compressor: of gradients, weights: of updates of weights under ``zero = 1``; None: they are exact. smallest:
+        elements of a tensor that is compressed; seed: of random numbers."""
+        self.smallest, self.by_difference = smallest, weights is not None
+        self._gradients = self._sums = self._weights = None
+        if compressor is not None:
+            self._gradients = Coder(compressor, seed, GIVEN, feedback=feedback)
+            self._sums = Coder(compressor, seed, SUMS, feedback=feedback) if two_way else None
+        if weights is not None:
+            self._weights = Coder(weights, seed, WEIGHTS, feedback=True, shrinks=False)
         self._layouts = dict[str, Layout]()
         self._sent = dict[str, tuple[Pieces, list[Tensor]]]()
         """Key of a sum -> codes for each rank."""
 
     @property
     def _coders(self) -> list[Coder]:
-        return [self._gradients, *([self._sums] if self._sums else [])]
+        return [coder for coder in (self._gradients, self._sums, self._weights) if coder is not None]
 
     def bind(
         self,
@@ -217,40 +222,69 @@ class CompressedReducer(GradientReducer):
 
     @torch.no_grad()
     def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
+        if self._gradients is None:
+            return
         rows = enumerate(zip(whole.view(len(pieces), -1), pieces))
         self._sent[key] = pieces, [self._gradients.pack(*row, owner, group.rank()) for owner, row in rows]
 
     @torch.no_grad()
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> None:
-        if key not in self._sent:  # of gradients that are never coded
+        if self._gradients is None or key not in self._sent:  # of gradients that are never coded
             return super().reduce_scatter(out, whole, group, key)
         (pieces, codes), place = self._sent.pop(key), group.rank()
         out.zero_()
-        for sender, code in self._received(codes, group):
+        of_all = summed if self._gradients.compressor.summable else exchanged
+        for sender, code in of_all(codes, group):
             self._gradients.unpack(out, code, pieces[place], place, sender)
-
-    def _received(self, codes: Sequence[Tensor], group: Group) -> Iterator[tuple[int, Tensor]]:
-        """Send a code to each rank of a group; yield the senders and codes for this one, or one that is the sum."""
-        if self._gradients.compressor.summable:
-            summed = codes[0].new_empty(max(map(len, codes)))
-            reduce_scatter(summed, torch.cat([F.pad(code, (0, len(summed) - len(code))) for code in codes]), group)
-            yield 0, summed
-            return
-        sizes, count = [len(code) for code in codes], len(codes[group.rank()])
-        received = codes[0].new_empty(len(codes) * count)
-        all_to_all(received, torch.cat(list(codes)), [count] * len(codes), sizes, group).wait()
-        yield from enumerate(received.split(count))
 
     @torch.no_grad()
     def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
         if self._sums is None:
             return super().all_gather(out, own, group, key, pieces)
-        code = self._sums.pack(own, pieces[group.rank()], group.rank())
-        length = max(self._sums.length(of, own.dtype) for of in pieces)
-        every = code.new_empty(len(pieces) * length)
-        all_gather(every, F.pad(code, (0, length - len(code))), group)
-        for owner, (row, found) in enumerate(zip(out.zero_().view(len(pieces), -1), every.split(length))):
-            self._sums.unpack(row, found, pieces[owner], owner)
+        _gather(self._sums, out.zero_().view(len(pieces), -1), own, group, pieces)
+
+    def main(self, name: str, part: Tensor) -> Tensor:
+        left = None if self._weights is None else self._weights.left.get(name)
+        return super().main(name, part) if left is None else part + left
+
+    @torch.no_grad()
+    def gather_weights(self, out: Tensor, own: Tensor, group: Group, pieces: Pieces) -> None:
+        """Add the coded updates to the weights that all ranks have; what codes leave out stays in ``main``."""
+        if self._weights is None:
+            return super().gather_weights(out, own, group, pieces)
+        for row, of in zip(out, pieces):
+            for part, piece in split(row, of):
+                if piece.name not in self._weights.names:  # travels as it is
+                    part.zero_()
+        for (part, piece), (before, _) in zip(split(own, mine := pieces[group.rank()]), split(out[group.rank()], mine)):
+            if piece.name in self._weights.names:
+                part -= self.main(piece.name, before.view_as(self._weights.left[piece.name])).flatten()
+        _gather(self._weights, out, own, group, pieces)
+
+
+def exchanged(codes: Sequence[Tensor], group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Send a code to each rank of a group; yield the senders and codes for this one."""
+    sizes, count = [len(code) for code in codes], len(codes[group.rank()])
+    received = codes[0].new_empty(len(codes) * count)
+    all_to_all(received, torch.cat(list(codes)), [count] * len(codes), sizes, group).wait()
+    yield from enumerate(received.split(count))
+
+
+def summed(codes: Sequence[Tensor], group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Send a code to each rank of a group; yield the sum of those for this one, as if it had a single sender."""
+    found = codes[0].new_empty(max(map(len, codes)))
+    reduce_scatter(found, torch.cat([F.pad(code, (0, len(found) - len(code))) for code in codes]), group)
+    yield 0, found
+
+
+def _gather(coder: Coder, rows: Tensor, own: Tensor, group: Group, pieces: Pieces) -> None:
+    """Add to each row [ranks, n] what its rank has coded of ``own`` [n]."""
+    code = coder.pack(own, pieces[group.rank()], group.rank())
+    length = max(coder.length(of, own.dtype) for of in pieces)
+    every = code.new_empty(len(pieces) * length)
+    all_gather(every, F.pad(code, (0, length - len(code))), group)
+    for owner, (row, found) in enumerate(zip(rows, every.split(length))):
+        coder.unpack(row, found, pieces[owner], owner)
 
 
 def by_rank(layout: Layout) -> Layout:
@@ -263,10 +297,3 @@ def by_rank(layout: Layout) -> Layout:
         moved = replace(own, dim=own.dim + 1) if isinstance(own, Shard) else own
         placements.append(Shard(0) if name in axes else moved)
     return replace(layout, placements=tuple(placements), shape=(layout.mesh.size(*axes), *layout.shape))
-
-
-def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
-    """Return what sums gradients by the keys of ``policy.comm``. RecipeError, PluginError: see ``compressor_of``."""
-    feedback = comm.feedback and "residual" in COMPRESSORS[comm.gradients].state
-    made = compressor_of(comm.gradients, comm.options)
-    return CompressedReducer(made, feedback=feedback, two_way=comm.two_way, smallest=comm.smallest, seed=seed)

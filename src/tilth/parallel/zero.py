@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tilth.core.layout import Box, Layout
 from tilth.parallel.checksums import GivenSums, exact_sum
-from tilth.parallel.comm import Group, all_gather
+from tilth.parallel.comm import Group
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer, Piece, split
 
@@ -49,6 +49,7 @@ class GradientShards:
 
     def __init__(
         self,
+        reducer: GradientReducer,
         grid: ParallelDims,
         whole: Mapping[str, nn.Parameter],
         held: Mapping[str, Layout],
@@ -56,7 +57,7 @@ class GradientShards:
         buckets: Iterable[tuple[Kind, Sequence[str]]],
     ) -> None:
         """whole: this rank's learned parameters, with layouts ``held``; layouts: of updates (``plan.layout``)."""
-        self.grid, self.layouts, self._whole, self._held = grid, layouts, whole, held
+        self.reducer, self.grid, self.layouts, self._whole, self._held = reducer, grid, layouts, whole, held
         self.given: dict[Kind, GivenSums] = {}
         """Sums of the gradients that this rank gives."""
         self.buckets: list[Bucket] = []
@@ -73,7 +74,7 @@ class GradientShards:
                     slices = box.within(self._held[name].boxes(self.grid.rank)[0]).slices
                 yield Piece(name, slices, self._whole[name][slices].numel())
 
-    def _sums(self, reducer: GradientReducer, *, keep: bool) -> Iterator[tuple[Bucket, Tensor]]:
+    def _sums(self, *, keep: bool) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield each bucket with the sum of this rank's row. keep: the gradients, else drop them."""
         for bucket in self.buckets:
             blob = bucket.room(self._whole[bucket.names[0]])
@@ -84,20 +85,20 @@ class GradientShards:
                     _copy(part, grad[piece.slices])
             for name in bucket.names if not keep else ():
                 self._whole[name].grad = None
-            reducer.code(blob, bucket.group, bucket.key, bucket.pieces)
+            self.reducer.code(blob, bucket.group, bucket.key, bucket.pieces)
             self.given[bucket.kind].add(blob)
             summed = torch.empty_like(blob[0])
-            reducer.reduce_scatter(summed, blob.view(-1), bucket.group, bucket.key)
+            self.reducer.reduce_scatter(summed, blob.view(-1), bucket.group, bucket.key)
             yield bucket, summed
 
     @torch.no_grad()
-    def sum_up(self, reducer: GradientReducer) -> dict[str, Tensor]:
+    def sum_up(self) -> dict[str, Tensor]:
         """Sum the gradients of whole parameters, in place. Returns the sum of elements of each part of this rank."""
         found = dict[str, Tensor]()
-        for bucket, summed in self._sums(reducer, keep=True):
+        for bucket, summed in self._sums(keep=True):
             found |= {piece.name: exact_sum([part]) for part, piece in split(summed, bucket.own)}
             every = torch.empty(len(bucket.pieces) * len(summed), dtype=summed.dtype, device=summed.device)
-            reducer.all_gather(every, summed, bucket.group, bucket.key, bucket.pieces)
+            self.reducer.all_gather(every, summed, bucket.group, bucket.key, bucket.pieces)
             for row, pieces in zip(every.view(len(bucket.pieces), -1), bucket.pieces):
                 for part, piece in split(row, pieces):
                     grad = self._whole[piece.name].grad
@@ -112,13 +113,14 @@ class UpdateShards(GradientShards):
 
     def __init__(
         self,
+        reducer: GradientReducer,
         grid: ParallelDims,
         whole: Mapping[str, nn.Parameter],
         held: Mapping[str, Layout],
         layouts: Mapping[str, Layout],
         buckets: Iterable[tuple[Kind, Sequence[str]]],
     ) -> None:
-        super().__init__(grid, whole, held, layouts, buckets)
+        super().__init__(reducer, grid, whole, held, layouts, buckets)
         self.parts: dict[str, nn.Parameter] = {}
         """Parameters that this rank updates: the part that it updates, perhaps without elements."""
         for name, p in whole.items():
@@ -131,12 +133,12 @@ class UpdateShards(GradientShards):
         """Let the parts have the present weights, which may lie in other memory than before."""
         for bucket in self.buckets:
             for name, slices, _ in bucket.own:
-                self.parts[name].data = self._whole[name].data[slices].contiguous()
+                self.parts[name].data = self.reducer.main(name, self._whole[name].data[slices])
 
     @torch.no_grad()
-    def scatter(self, reducer: GradientReducer) -> None:
+    def scatter(self) -> None:
         """Sum the gradients of whole parameters to those of the parts, and drop them."""
-        for bucket, summed in self._sums(reducer, keep=False):
+        for bucket, summed in self._sums(keep=False):
             for part, piece in split(summed, bucket.own):
                 self.parts[piece.name].grad = part.view_as(self.parts[piece.name])
 
@@ -145,10 +147,13 @@ class UpdateShards(GradientShards):
         """Fill the whole parameters with the parts of all ranks."""
         for bucket in self.buckets:
             every = bucket.room(self._whole[bucket.names[0]])
+            for row, pieces in zip(every, bucket.pieces) if self.reducer.by_difference else ():
+                for part, piece in split(row, pieces):
+                    _copy(part, self._whole[piece.name][piece.slices])
             own = torch.zeros_like(every[0])
             for part, piece in split(own, bucket.own):
                 _copy(part, self.parts[piece.name])
-            all_gather(every.view(-1), own, bucket.group)
+            self.reducer.gather_weights(every, own, bucket.group, bucket.pieces)
             for row, pieces in zip(every, bucket.pieces):
                 for part, piece in split(row, pieces):
                     there = self._whole[piece.name][piece.slices]

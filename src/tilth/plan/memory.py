@@ -98,8 +98,11 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
         held.append(Item("average of the weights", cut.updated * FP32))
     saved = [Item("adapters", own), *held[1:]] if cut.adapters else held
     held.append(_saved_copy(cut, saved, "copy being saved"))
-    if recipe.policy.comm.gradients != "exact" and recipe.policy.comm.feedback:
-        left = FP32 * (cut.elements + cut.gathered)
+    comm = recipe.policy.comm
+    if left := (
+        FP32 * (cut.elements + cut.gathered) * (comm.gradients != "exact" and comm.feedback)
+        + 2 * FP32 * cut.updated * (comm.weights != "exact")  # weights to update, and how they differ
+    ):
         held += [Item("left out by compression", left), Item("copy of that being saved", left, host=True)]
     if "noise_scale" in recipe.train.watch:
         held.append(Item("gradients of one micro-batch", own))

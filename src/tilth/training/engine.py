@@ -505,10 +505,10 @@ class TrainEngine:
         for name, p in self.optimizers.parameters.items():
             p.grad = gradients.get(name)
         norm = self.optimizers.clip(clip_norm, self._measure)
-        self.sharded.gradients.reducer.settle(math.isfinite(norm))
         if math.isfinite(norm):
             self.optimizers.step(lr)
             self.steps, self.updates = self.steps + 1, self.updates + 1
+        self.sharded.gradients.reducer.settle(math.isfinite(norm))
         self._forget()
         if not math.isfinite(norm):
             message = f"the gradient norm is {norm:g}: the step is left out, and its gradients are dropped"

@@ -1,0 +1,148 @@
+"""Sums of gradients in two levels: 8 bits a value within a node, 4 bits between nodes (SDP4Bit, arXiv 2410.15526).
+
+Of P = S N ranks, S neighbours are a node. For the part of rank (n', l'), rank (n, l) sends 8-bit codes to (n, l'),
+which adds up those of its node and sends a 4-bit code of the sum to (n', l'): each value is rounded twice, however many
+ranks there are. Values are rounded after a Hadamard transform H of blocks of 32, which spreads outliers; it is linear,
+so it is undone once, in the sum, by H H = 32.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilth.config.open_sets import COMPRESSORS
+from tilth.config.schema import CommConfig
+from tilth.core.layout import Layout
+from tilth.parallel.comm import Group
+from tilth.parallel.compress import Compressor, Dither, compressor_of
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.reducer import EXACT, GradientReducer, Pieces, split
+from tilth.parallel.sync import Coder, CompressedReducer, exchanged
+from tilth.plan.rules import Table
+
+BLOCK = 32
+"""Values that are transformed together."""
+
+
+class TwoLevels:
+    """Codes of both levels, without bias and without a residual."""
+
+    def __init__(self, *, smooth: bool = True, group: int = 128) -> None:
+        """smooth: transform blocks of 32; group: values with one scale."""
+        self.smooth, self.within, self.across = smooth, Dither(bits=8, group=group), Dither(bits=4, group=group)
+
+
+class TwoLevelReducer(CompressedReducer):
+    """Sums of gradients within nodes, then between them."""
+
+    def __init__(
+        self,
+        levels: TwoLevels,
+        *,
+        node_size: int,
+        weights: Compressor | None = None,
+        smallest: int = 65_536,
+        seed: int = 0,
+    ) -> None:
+        """node_size: neighbouring data ranks of a node; other arguments: as of ``CompressedReducer``."""
+        super().__init__(None, weights=weights, smallest=smallest, seed=seed)
+        self.node_size, self.smooth = node_size, levels.smooth
+        self._within = Coder(levels.within, seed, "within", feedback=False)
+        self._across = Coder(levels.across, seed, "across", feedback=False)
+        self._last = dict[str, tuple[Coder, range]]()
+        """Key of a sum -> how its codes were made, and the ranks of the group that get them."""
+
+    @property
+    def _coders(self) -> list[Coder]:
+        return [*super()._coders, self._within, self._across]
+
+    def bind(
+        self,
+        grid: ParallelDims,
+        given: Mapping[str, Layout],
+        updates: Mapping[str, Layout],
+        table: Table,
+        own: Mapping[str, Tensor],
+    ) -> None:
+        self._grid = grid
+        super().bind(grid, given, updates, table, own)
+
+    @torch.no_grad()
+    def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
+        rows, ranks, place = whole.view(len(pieces), -1), len(pieces), group.rank()
+        size = min(self.node_size, ranks)
+        node, local = divmod(place, size)
+        self._transform(rows, pieces, 1.0)
+        last = (self._within, range(ranks)) if size == ranks else (self._across, range(local, ranks, size))
+        if 1 < size < ranks:
+            found = self._summed_in_node(rows, group, pieces, range(node * size, node * size + size))
+            rows.zero_()
+            rows[local::size] = found
+        coder, owners = self._last[key] = last
+        self._sent[key] = pieces, [coder.pack(rows[owner], pieces[owner], owner, place) for owner in owners]
+        self._transform(rows, pieces, 1 / BLOCK)
+
+    def _summed_in_node(self, rows: Tensor, group: Group, pieces: Pieces, node: range) -> Tensor:
+        """Return the sums over a node of the rows for this rank and its counterparts on other nodes: [nodes, n]."""
+        place, size, codes = group.rank(), len(node), list[Tensor]()
+        for local in range(size):
+            owners = range(local, len(rows), size)
+            codes.append(torch.cat([self._within.pack(rows[o], pieces[o], o, place) for o in owners]))
+        owners = range(place % size, len(rows), size)
+        lengths = [self._within.length(pieces[owner], rows.dtype) for owner in owners]
+        found = torch.zeros_like(rows[: len(owners)])
+        for sender, every in exchanged(codes, self._part(group, node)):
+            for row, owner, code in zip(found, owners, every.split(lengths)):
+                self._within.unpack(row, code, pieces[owner], owner, node[sender])
+        return found
+
+    @torch.no_grad()
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> None:
+        if key not in self._sent:  # of gradients that are never coded
+            return super().reduce_scatter(out, whole, group, key)
+        (pieces, codes), (coder, ranks), place = self._sent.pop(key), self._last.pop(key), group.rank()
+        out.zero_()
+        for sender, code in exchanged(codes, self._part(group, ranks)):
+            coder.unpack(out, code, pieces[place], place, ranks[sender])
+        self._transform(out[None], [pieces[place]], 1 / BLOCK)
+
+    def _part(self, group: Group, ranks: range) -> Group:
+        """Return the group of these ranks of a group."""
+        world = dist.get_process_group_ranks(group)
+        found = group if len(ranks) == len(world) else self._grid.group_of(tuple(world[rank] for rank in ranks))
+        assert found is not None  # several ranks
+        return found
+
+    def _transform(self, rows: Tensor, pieces: Pieces, factor: float) -> None:
+        """Transform each block of the pieces that are compressed, in place; the last values of a piece stay."""
+        for row, own in zip(rows, pieces) if self.smooth else ():
+            for part, piece in split(row, own):
+                if piece.name in self._within.names:
+                    blocks = part[: len(part) // BLOCK * BLOCK].view(-1, BLOCK)
+                    blocks.copy_(blocks @ (hadamard(BLOCK).to(blocks) * factor))
+
+
+@cache
+def hadamard(size: int) -> Tensor:
+    """Return Sylvester's matrix H of 1 and -1 [size, size], H H = size; size: a power of 2."""
+    found = torch.ones(1, 1)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found
+
+
+def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
+    """Return what sums gradients by the keys of ``policy.comm``. RecipeError, PluginError: see ``compressor_of``."""
+    if comm.exact:
+        return EXACT
+    weights = Dither(bits=4, group=2048) if comm.weights == "difference4" else None
+    how: dict[str, Any] = {"weights": weights, "smallest": comm.smallest, "seed": seed}
+    made = None if comm.gradients == "exact" else compressor_of(comm.gradients, comm.options)
+    if isinstance(made, TwoLevels):
+        return TwoLevelReducer(made, node_size=comm.node_size, **how)
+    feedback = made is not None and comm.feedback and "residual" in COMPRESSORS[comm.gradients].state
+    return CompressedReducer(made, feedback=feedback, two_way=comm.two_way, **how)
