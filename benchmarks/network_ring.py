@@ -43,12 +43,26 @@ class Timed:
     """Start, end, bytes."""
 
 
+class TokenBucket:
+    """A rate of bytes a second that its user keeps by sleeping, which costs no processor."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth
+        self._free = 0.0
+
+    def take(self, nbytes: float) -> None:
+        """Return when so many bytes may have been sent."""
+        now = time.perf_counter()
+        self._free = max(self._free, now - BURST) + nbytes / self.bandwidth
+        if self._free > now:
+            time.sleep(self._free - now)
+
+
 class Link:
-    """To the right neighbour and from the left one, at most so many bytes a second (a token bucket)."""
+    """To the right neighbour and from the left one, at most so many bytes a second."""
 
     def __init__(self, left: socket.socket, right: socket.socket, bandwidth: float) -> None:
-        self.left, self.right, self.bandwidth = left, right, bandwidth
-        self.free = 0.0
+        self.left, self.right, self.bucket = left, right, TokenBucket(bandwidth)
         self.jobs: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self.sent = threading.Semaphore(0)
         threading.Thread(target=self._send, daemon=True).start()
@@ -65,10 +79,7 @@ class Link:
         while (view := self.jobs.get()) is not None:
             for i in range(0, len(view), PIECE):
                 piece = view[i : i + PIECE]
-                now = time.perf_counter()
-                self.free = max(self.free, now - BURST) + len(piece) / self.bandwidth
-                if self.free > now:
-                    time.sleep(self.free - now)
+                self.bucket.take(len(piece))
                 self.right.sendall(piece)
             self.sent.release()
 

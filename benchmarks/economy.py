@@ -1,0 +1,213 @@
+"""Bytes and losses of compressed gradients and weights, beside exact ones, and seconds of a step on a slow link.
+
+    python benchmarks/economy.py [--quick] [--only ROW] [--json PATH] [--data ../shared/data/gsm8k] [--steps N]
+                                 [--seeds 0,1,2]
+
+Each row trains the same model on the same bytes of text on four data ranks (backend local, gloo), two of which are a
+node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Columns:
+
+- KB: that a rank sends in a step, by the tensors of its collectives (``plan.costs.wire``: rings); across: of these in
+  groups with ranks of several nodes.
+- of exact: these bytes, divided by those of the exact row of the same layout.
+- loss: of held-out text after the steps, mean over the seeds, and the greatest distance of a seed from it; worse: than
+  the exact row.
+- ms: median of the last steps, with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no
+  processor, and nothing overlaps.
+- code: processor time of a step of one rank without the bucket, more than the exact row (ms).
+
+The figures are of this model alone; --quick: a smaller one, fewer steps and rows.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from driver import benchmark_parser, write_rows
+from network_ring import TokenBucket
+from trial import JoinedRole
+
+from tilth.cluster.controller.cluster import open_cluster
+from tilth.cluster.protocol import transfer
+from tilth.config.schema import CommConfig, OptimizerConfig
+from tilth.core.batch import Jagged
+from tilth.core.layout import Mesh
+from tilth.core.random import stream
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.parallel import comm
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import shard
+from tilth.parallel.two_level import reducer_of
+from tilth.plan.costs import wire
+from tilth.training.engine import TrainEngine, negative_log_likelihood
+from tilth.training.packed import packed_logprobs
+
+RANKS, NODE = 4, 2
+SLOW = 100e6 / 8
+"""Bytes a second of the slow link."""
+ROWS: dict[str, tuple[int, dict[str, Any]]] = {
+    "exact": (3, {}),
+    "onebit": (3, {"gradients": "onebit"}),
+    "onebit, both ways": (3, {"gradients": "onebit", "two_way": True}),
+    "onebit, no feedback": (3, {"gradients": "onebit", "feedback": False}),
+    "topk 1 %": (3, {"gradients": "topk"}),
+    "topk 1 %, both ways": (3, {"gradients": "topk", "two_way": True}),
+    "topk 1 %, no feedback": (3, {"gradients": "topk", "feedback": False}),
+    "randomk 1 %": (3, {"gradients": "randomk"}),
+    "randomk 1 %, no feedback": (3, {"gradients": "randomk", "feedback": False}),
+    "dither": (3, {"gradients": "dither"}),
+    "dither, both ways": (3, {"gradients": "dither", "two_way": True}),
+    "dither, no feedback": (3, {"gradients": "dither", "feedback": False}),
+    "exact, zero 1": (1, {}),
+    "differences": (1, {"weights": "difference4"}),
+    "two levels, not smoothed": (1, {"gradients": "sdp4bit", "node_size": NODE, "options": {"smooth": False}}),
+    "two levels": (1, {"gradients": "sdp4bit", "node_size": NODE}),
+    "SDP4Bit": (1, {"gradients": "sdp4bit", "weights": "difference4", "node_size": NODE}),
+}
+"""Name -> layout.zero, policy.comm."""
+QUICK = ("exact", "topk 1 %, both ways", "exact, zero 1", "SDP4Bit")
+SHAPES = {
+    "full": DecoderConfig(vocab_size=256, hidden_size=192, intermediate_size=576, num_layers=6, num_heads=6),
+    "quick": DecoderConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_layers=2, num_heads=2),
+}
+LENGTH, BATCH, HELD = 128, 32, 64
+"""Bytes of a sequence; sequences of a step, and held out."""
+TIMED = 8
+"""Steps on the slow link."""
+
+
+class Meter:
+    """Counts what this rank sends in collectives, and keeps it to a rate."""
+
+    def __init__(self) -> None:
+        self.plain, self.sent, self.across = comm.communication, 0.0, 0.0
+        self.bucket: TokenBucket | None = None
+
+    def __call__(self, op: str, group: Any, nbytes: int) -> Any:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        sent = float(wire(op, len(ranks), nbytes)[1])
+        self.sent += sent
+        if len({rank // NODE for rank in ranks}) > 1:
+            self.across += sent
+            if self.bucket is not None:
+                self.bucket.take(sent)
+        return self.plain(op, group, nbytes)
+
+
+class Trial(JoinedRole):
+    """A role that trains one row."""
+
+    @transfer("all", "all")
+    def run(self, shape: str, text: str, zero: int, section: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
+        """Return this rank's measurements."""
+        meter = Meter()
+        comm.communication = meter  # type: ignore[assignment]
+        try:
+            return self.measured(meter, SHAPES[shape], text, zero, section, steps, seed)
+        finally:
+            comm.communication = meter.plain
+
+    def measured(
+        self, meter: Meter, config: DecoderConfig, text: str, zero: Any, section: dict[str, Any], steps: int, seed: int
+    ) -> dict[str, Any]:
+        """Train, then time some steps with the bucket."""
+        rank = self.context.rank
+        grid = ParallelDims.of(Mesh.of({"dp": RANKS}), rank)
+        reducer = reducer_of(CommConfig(**{"smallest": 1024} | section if section else {}), seed)
+        sharded = shard(lambda: Decoder(config), grid, zero=zero, reducer=reducer)
+        sharded.init_(seed)
+        options = OptimizerConfig(lr=3e-3, warmup_steps=10, schedule="cosine")
+        engine = TrainEngine(sharded, options, total_steps=steps + TIMED, micro_tokens=LENGTH * BATCH, seed=seed)
+        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, steps + TIMED, rank)
+        took, sent, began = [], (0.0, 0.0), time.process_time()
+        for number, tokens in enumerate(batches):
+            if number == steps:
+                sent, spent = (meter.sent / steps, meter.across / steps), (time.process_time() - began) / steps
+                loss, meter.bucket = self.held_out(sharded, text), TokenBucket(SLOW)
+            at = time.perf_counter()
+            update(engine, tokens)
+            took.append(time.perf_counter() - at)
+        slow = statistics.median(took[steps + 1 :])
+        return {"loss": loss, "sent": sent[0], "across": sent[1], "seconds": slow, "processor": spent}
+
+    def held_out(self, sharded: Any, text: str) -> float:
+        """Return the loss of the end of the text, in nats a byte."""
+        codes = np.frombuffer(text.encode(), np.uint8)[-HELD * LENGTH :].astype(np.int64).reshape(HELD, LENGTH)
+        tokens, mask = Jagged.of(list(codes)), np.tile(np.arange(LENGTH) > 0, HELD).astype(np.uint8)
+        return -float(packed_logprobs(sharded, tokens, mask, max_tokens=LENGTH * BATCH)[mask > 0].mean())
+
+
+def sequences(codes: np.ndarray, seed: int, steps: int, rank: int) -> Iterator[Jagged]:
+    """Yield this rank's sequences of each step."""
+    places = stream(seed, "places").integers(0, steps * BATCH, len(codes) - (HELD + 1) * LENGTH).view(steps, BATCH)
+    for step in places[:, rank::RANKS].tolist():
+        yield Jagged.of([codes[at : at + LENGTH].astype(np.int64) for at in step])
+
+
+def update(engine: TrainEngine, tokens: Jagged) -> None:
+    """Run one step."""
+    mask = np.tile(np.arange(LENGTH) > 0, len(tokens.lengths)).astype(np.uint8)
+    engine.update(tokens, mask, {}, negative_log_likelihood(float(BATCH * (LENGTH - 1))))
+
+
+def row(shape: str, text: str, name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """Measure a row."""
+    zero, section = ROWS[name]
+    found = []
+    with open_cluster("local", RANKS) as cluster:
+        for seed in seeds:
+            mesh = Mesh.of({"dp": RANKS})
+            role = cluster.group(f"trial {seed}", "economy:Trial", {}, mesh=mesh)
+            found.append(role.run(shape, text, zero, section, steps, seed))
+    losses = [ranks[0]["loss"] for ranks in found]
+    first = found[0]
+    return {
+        "row": name, "zero": zero, "steps": steps, "seeds": list(seeds), "losses": losses,
+        "loss": statistics.mean(losses), "spread": max(abs(one - statistics.mean(losses)) for one in losses),
+        "sent": max(one["sent"] for one in first), "across": max(one["across"] for one in first),
+        "seconds": max(one["seconds"] for one in first),
+        "processor": statistics.mean(one["processor"] for one in first),
+    }  # fmt: skip
+
+
+def line(found: dict[str, Any], exact: dict[str, Any] | None) -> str:
+    """Format a row."""
+    base = found if exact is None else exact
+    share, worse = found["sent"] / base["sent"], found["loss"] / base["loss"] - 1
+    code = 1e3 * (found["processor"] - base["processor"])
+    figures = f"{found['sent'] / 1e3:9.1f} {found['across'] / 1e3:9.1f} {share:8.3f}"
+    figures += f" {found['loss']:8.4f} {found['spread']:7.4f} {100 * worse:+7.2f} %"
+    return f"{found['row']:26} {figures} {found['seconds'] * 1e3:8.1f} {code:7.1f}"
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, "a smaller model, fewer steps and rows")
+    parser.add_argument("--only", default="", help="text in the names of rows; the exact ones run too")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data" / "gsm8k")
+    parser.add_argument("--steps", type=int, default=0, help="default 300, with --quick 12")
+    parser.add_argument("--seeds", default="", help="default 0,1,2, with --quick 0")
+    options = parser.parse_args()
+    if not (options.data / "train.jsonl").is_file():
+        raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
+    lines = (options.data / "train.jsonl").read_text().splitlines()[: 500 if options.quick else None]
+    text = "\n".join(f"{one['question']}\n{one['answer']}" for one in map(json.loads, lines))
+    text = text.encode("ascii", "ignore").decode()
+    names = [name for name in ROWS if not options.quick or name in QUICK]
+    names = [name for name in names if options.only in name or not ROWS[name][1]]
+    seeds = [int(seed) for seed in (options.seeds or ("0" if options.quick else "0,1,2")).split(",")]
+    steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[int, Any]()
+    print(f"{'row':26}        KB    across of exact     loss  spread     worse       ms    code")
+    for name in names:
+        table.append(found := row("quick" if options.quick else "full", text, name, steps, seeds))
+        exact.setdefault(found["zero"], found)
+        print(line(found, exact[found["zero"]]), flush=True)
+        write_rows(options.json, table)
+
+
+if __name__ == "__main__":
+    main()
