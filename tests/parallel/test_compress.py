@@ -73,7 +73,8 @@ def test_the_mean_of_many_draws_is_the_value(name):
         x = values(count)
         every = torch.stack([passed(one, x, "draw", i) for i in range(draws)]).double()
         error, spread = (every.mean(0) - x).abs(), every.std(0) / math.sqrt(draws)
-        assert (error <= 5 * spread + 1e-6 * x.abs().max()).all()
+        rare = 5 * (every.amax(0) - every.amin(0)).max() / draws  # a few moves that no draw has shown
+        assert (error <= 5 * spread + rare + 1e-6 * x.abs().max()).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,7 +31,7 @@ class Compressor:
     """True: the mean of ``decode(encode(x))`` over random numbers is x."""
     summable = False
     """True: codes are floating-point values that are linear in x, and the code of a sum is the sum of codes. All ranks
-    then draw the same random numbers, and codes are summed on their way."""
+    then draw the same random numbers, and codes are summed on their way, in the dtype of gradients."""
 
     def delta(self, count: int) -> float:
         """Return the delta of ``count`` values, as the module says: in (0, 1]."""
@@ -42,7 +42,7 @@ class Compressor:
         raise NotImplementedError
 
     def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
-        """Return float32 [count] from a code; random: as in ``encode``."""
+        """Return float32 [count] from a code, of a summed one its dtype; random: as in ``encode``."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class RandomK(Compressor):
 
     def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
         places, _ = self._places(count, random, code.device)
-        return torch.zeros(count, device=code.device).index_copy_(0, places, code.float())
+        return torch.zeros(count, dtype=code.dtype, device=code.device).index_copy_(0, places, code)
 
 
 class Dither(Compressor):

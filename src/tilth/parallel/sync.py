@@ -79,11 +79,12 @@ class Coder:
             code = self.compressor.encode(wanted.float(), random)
             if (code.numel(), code.dtype) != form[:2]:
                 raise self._uneven(code, form)
+            code = code.to(row.dtype) if self.compressor.summable else code
             part.copy_(self._decoded(code, piece, random))
             if left is not None:
                 self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
                 self._of(self._after, piece).copy_((wanted - part).view(left.shape))
-            found.append(self._to_wire(code.to(row.dtype) if self.compressor.summable else code))
+            found.append(self._to_wire(code))
         return torch.cat(found)
 
     def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[Piece], owner: int, sender: int = 0) -> None:
