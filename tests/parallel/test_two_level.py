@@ -71,8 +71,8 @@ def test_each_part_reaches_its_owner_whatever_the_nodes(pool, size):
     for found, exact, _, _ in pool.run(4, HERE + "summed", **how):
         error, spread = (found.double().mean(0) - exact).abs(), found.double().std(0) / 60**0.5
         assert (error <= 5 * spread + 1e-5 * exact.abs().max()).all()
-        assert torch.equal(found[0, COUNT:], exact[COUNT:]) or size == 2  # small ones are exact up to their order
-        assert (found - exact).norm(dim=1).max() < 0.2 * exact.norm()
+        torch.testing.assert_close(found[0, COUNT:], exact[COUNT:])  # what is not compressed
+        assert (found - exact).norm(dim=1).max() < 0.5 * exact.norm()
 
 
 @pytest.mark.dist
