@@ -1,7 +1,7 @@
 """Bytes and losses of compressed gradients and weights, beside exact ones, and seconds of a step on a slow link.
 
     python benchmarks/economy.py [--quick] [--only ROW] [--json PATH] [--data ../shared/data/gsm8k] [--steps N]
-                                 [--seeds 0,1,2]
+                                 [--seeds 0,1,2] [--shape quick|full]
 
 Each row trains the same model on the same bytes of text on four data ranks (backend local, gloo), two of which are a
 node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Columns:
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data" / "gsm8k")
     parser.add_argument("--steps", type=int, default=0, help="default 300, with --quick 12")
     parser.add_argument("--seeds", default="", help="default 0,1,2, with --quick 0")
+    parser.add_argument("--shape", choices=SHAPES, default="", help="of the model; default full, with --quick quick")
     options = parser.parse_args()
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
@@ -203,7 +204,7 @@ def main() -> None:
     steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[int, Any]()
     print(f"{'row':26}        KB    across of exact     loss  spread     worse       ms    code")
     for name in names:
-        table.append(found := row("quick" if options.quick else "full", text, name, steps, seeds))
+        table.append(found := row(options.shape or ("quick" if options.quick else "full"), text, name, steps, seeds))
         exact.setdefault(found["zero"], found)
         print(line(found, exact[found["zero"]]), flush=True)
         write_rows(options.json, table)
