@@ -28,6 +28,12 @@ REFUSED = {
         [*ON, f"{NAME}=topk", "policy.layout.zero=1", "policy.comm.two_way=true"],
         "policy.comm.two_way.zero",
     ),
+    "two ways in two levels": ([*ON, f"{NAME}=sdp4bit", "policy.comm.two_way=true"], "policy.comm.two_way.levels"),
+    "nodes alone": ([*ON, "policy.comm.node_size=2"], "policy.comm.node_size.unused"),
+    "nodes of another": ([*ON, f"{NAME}=topk", "policy.comm.node_size=2"], "policy.comm.node_size"),
+    "nodes that do not divide": ([*ON, f"{NAME}=sdp4bit", "policy.comm.node_size=3"], "policy.comm.node_size"),
+    "changes of weights": ([*ON, "policy.comm.weights=difference4"], "policy.comm.weights.zero"),
+    "changes of one rank's": (["policy.comm.weights=difference4", "policy.layout.zero=1"], "policy.comm.weights.ranks"),
     "adapters": ([*ON, f"{NAME}=topk", "model.path=x", "policy.lora.rank=2"], f"{NAME}.lora"),
     "deferred": (
         [

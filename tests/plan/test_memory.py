@@ -57,6 +57,20 @@ def test_a_penalty_needs_a_reference_model():
     assert item(predicted("algorithm.kl_coef=0.1", "flow=ppo"), "reference model") == 4 * COUNT
 
 
+@pytest.mark.parametrize(
+    ("keys", "times"),
+    [
+        (["policy.comm.gradients=topk"], 4),
+        (["policy.comm.gradients=topk", "policy.comm.two_way=true"], 4 + 4 / 2),
+        (["policy.comm.gradients=topk", "policy.comm.feedback=false"], 0),
+        (["policy.comm={gradients='sdp4bit', weights='difference4'}", "policy.layout.zero=1"], 2 * 4 / 2),
+    ],
+)
+def test_compression_keeps_what_it_leaves_out(keys, times):
+    memory = predicted("cluster.backend=local", "cluster.workers=2", *keys)
+    assert item(memory, "left out by compression") == pytest.approx(times * COUNT, rel=0.01)
+
+
 def test_an_average_and_the_noise_of_gradients_need_copies():
     plain = predicted()
     assert item(plain, "average of the weights") == item(plain, "gradients of one micro-batch") == 0

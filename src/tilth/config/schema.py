@@ -406,6 +406,11 @@ class CommConfig(Section):
         """True if nothing is compressed."""
         return self.gradients == self.weights == "exact"
 
+    @property
+    def residual(self) -> bool:
+        """True if what is left out of a gradient is added to the next one."""
+        return self.gradients != "exact" and self.feedback and "residual" in COMPRESSORS[self.gradients].state
+
 
 class PolicyConfig(RoleSection):
     """Placement of the trained model, and comparison with the rollout engine's copy."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilth.config.open_sets import COMPRESSORS
 from tilth.config.schema import CommConfig
 from tilth.core.layout import Layout
 from tilth.parallel.comm import Group
@@ -144,5 +143,4 @@ def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
     made = None if comm.gradients == "exact" else compressor_of(comm.gradients, comm.options)
     if isinstance(made, TwoLevels):
         return TwoLevelReducer(made, node_size=comm.node_size, **how)
-    feedback = made is not None and comm.feedback and "residual" in COMPRESSORS[comm.gradients].state
-    return CompressedReducer(made, feedback=feedback, two_way=comm.two_way, **how)
+    return CompressedReducer(made, feedback=comm.residual, two_way=comm.two_way, **how)

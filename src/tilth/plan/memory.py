@@ -99,10 +99,9 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     saved = [Item("adapters", own), *held[1:]] if cut.adapters else held
     held.append(_saved_copy(cut, saved, "copy being saved"))
     comm = recipe.policy.comm
-    if left := (
-        FP32 * (cut.elements + cut.gathered) * (comm.gradients != "exact" and comm.feedback)
-        + 2 * FP32 * cut.updated * (comm.weights != "exact")  # weights to update, and how they differ
-    ):
+    gradients = (cut.elements + cut.gathered + cut.elements // cut.copies * comm.two_way) * comm.residual
+    weights = 2 * cut.updated * (comm.weights != "exact")  # that an optimizer steps from, and how they differ
+    if left := FP32 * (gradients + weights):
         held += [Item("left out by compression", left), Item("copy of that being saved", left, host=True)]
     if "noise_scale" in recipe.train.watch:
         held.append(Item("gradients of one micro-batch", own))
