@@ -19,9 +19,9 @@ from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.guard.checksums import compare
 from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import split
+from tilth.parallel.reducer import Piece, split
 from tilth.parallel.sharded import shard
-from tilth.parallel.sync import GIVEN, SUMS, CompressedReducer, by_rank
+from tilth.parallel.sync import GIVEN, SUMS, Coder, CompressedReducer, by_rank
 from tilth.roles.state import Learner
 
 HERE = "tests.parallel.test_sync:"
@@ -131,6 +131,21 @@ def test_what_was_applied_and_what_is_left_is_what_was_given(pool, case, name, h
         assert all(torch.equal(tensor, own["end"][n]) for own in found)
     assert all(compare({r: own["digests"][at] for r, own in enumerate(found)}) is None for at in range(3))
     assert found[0]["losses"][2] < found[0]["losses"][0]
+
+
+@pytest.mark.parametrize(("feedback", "learned", "sent"), [(True, True, 1.0), (False, True, 0.0), (True, False, 0.0)])
+def test_a_small_gradient_is_sent_in_time_by_feedback(feedback, learned, sent):
+    """The greatest of two values travels: noise of no mean each step, so that the small one never would."""
+    coder = Coder(made("topk"), 0, GIVEN, feedback=feedback)
+    coder.names, total, pieces = frozenset({"a"}), torch.zeros(2), [Piece("a", (slice(0, 2),), 2)]
+    coder.left |= {"a": torch.zeros(2)} if feedback else {}
+    for number in range(200):
+        coder.begin(number)
+        row = torch.tensor([(-1.0) ** number, 0.05])
+        coder.pack(row, pieces, 0)
+        coder.settle(learned)
+        total += row
+    assert float(total[1]) == pytest.approx(200 * 0.05 * sent, abs=1.1) and abs(float(total[0])) <= 2.0
 
 
 @pytest.mark.dist
