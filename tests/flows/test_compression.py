@@ -1,4 +1,4 @@
-"""A run whose gradients a plugin compresses: two workers, stopped and resumed."""
+"""Runs with compressed gradients, of a plugin too: two workers, stopped and resumed."""
 
 import pytest
 
@@ -13,12 +13,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 (TERNARY,) = (block.text for block in blocks("docs/extending.md") if block.first == "# ternary.py")
 SHORT = {"supervised": {"steps": 4}, "algorithm": {"steps": 3, "minibatches": 2}}
 LAYOUTS = {"dp": {}, "updates divided": {"zero": 1}, "shards": {"fsdp": 2, "zero": 2}}
+COMM = {"dp": {"gradients": "ternary"}, "updates divided": {"gradients": "sdp4bit", "weights": "difference4"}}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_that_was_stopped_ends_as_if_it_was_not(tmp_path, layout):
     def made(folder):
-        comm = {"gradients": "ternary", "smallest": 100}
+        comm = {"smallest": 100, **COMM.get(layout, {"gradients": "topk"})}
         return tiny.recipe(
             tmp_path / folder,
             plugins=[str(write(tmp_path, TERNARY))],
@@ -36,7 +37,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_was_not(tmp_path, layout):
         tiny.run(made("torn"), callbacks=[tiny.Recorder(stop)])
     again = tiny.run(made("torn"))
     assert tiny.weights(whole.directory) == tiny.weights(again.directory)
-    newest = max((again.directory / "checkpoints").glob("step-*"))
-    assert len(open_checkpoint(newest).names("model_reducer")) > 5
+    newest = open_checkpoint(max((again.directory / "checkpoints").glob("step-*")))
+    assert ("model_reducer" in newest.groups) == (layout != "dp")
     losses = [record["loss"] for record in read_metrics(again.directory) if "loss" in record]
     assert losses[3] < losses[0]

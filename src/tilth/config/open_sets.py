@@ -51,11 +51,11 @@ class CompressorSpec:
 COMPRESSORS = {
     "onebit": CompressorSpec("tilth.parallel.compress:OneBit"),
     "topk": CompressorSpec("tilth.parallel.compress:TopK"),
-    "randomk": CompressorSpec("tilth.parallel.compress:RandomK"),
-    "dither": CompressorSpec("tilth.parallel.compress:Dither"),
+    "randomk": CompressorSpec("tilth.parallel.compress:RandomK", state=()),
+    "dither": CompressorSpec("tilth.parallel.compress:Dither", state=()),
     "sdp4bit": CompressorSpec("tilth.parallel.two_level:TwoLevels", state=()),
 }
-"""Compressors of gradients by name; plugins add to it."""
+"""Compressors of gradients by name; plugins add to it. Those without bias need no residual, which learns worse."""
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
 """Name of each tracker of Tilth -> its class in ``tilth.ui.track``."""
 ALGORITHMS: dict[str, dict[str, Any]] = {}
