@@ -5,7 +5,8 @@
 Case "grpo": a small model learns to sort lists (supervised), then a GRPO run of two epochs over the same prompts gives
 the policies of its first and its second epoch. An engine generates with the first one, then takes the second one's
 weights and generates for the same prompts anew, with other random numbers: this second epoch is timed, plain and with
-drafts (``rollout.speculate = suffix`` and ``tree``), by rows at once and in fp32 and bf16. Case "again": a random model
+drafts (``rollout.speculate = suffix`` and ``tree``; "apart": suffix with ``rollout.draft.apart``), by rows at once and
+in fp32 and bf16. Case "again": a random model
 of 13M parameters generates the same twice, so that every draft is right: a bound. Case "random": its first and only
 epoch at temperature 1, where nothing repeats: what drafts cost if they do not pay. Case "ahead": the first policy gives
 four answers to each prompt, one prompt after the other, with drafts, without and with ``rollout.run_ahead``.
@@ -13,7 +14,8 @@ four answers to each prompt, one prompt after the other, with drafts, without an
 Checked first: in parity mode the completions of the second epoch, their log-probs included, are those of plain decoding
 bit for bit (10,240 of them; fewer with --quick). Contenders of a ratio generate equal numbers of tokens within 2 %:
 outside parity mode passes of other shapes round otherwise, so a few completions part. One thread; contenders alternate;
-seconds are of the processor, the least of two rounds.
+seconds are of the engine's process on the processor, beside them those of the clock and of a drafter's own process, the
+least of two rounds.
 """
 
 import os
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from driver import benchmark_parser, write_rows
 from machine import DTYPES, config_of, random_model
@@ -37,6 +40,7 @@ from work import same_work
 import tilth
 from tilth.config.schema import DraftConfig
 from tilth.core.trajectory import Trajectory
+from tilth.engines.apart import ApartDrafter
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
@@ -44,7 +48,7 @@ from tilth.models.config import DecoderConfig
 from tilth.runs.models import load_model
 
 CONTEXT, LENGTH, GROUP = 64, 7, 8
-CONTENDERS = ("plain", "suffix", "tree")
+CONTENDERS = ("plain", "suffix", "tree", "apart")
 Weights = dict[str, Tensor]
 Row = dict[str, Any]
 Play = Callable[[], list[Trajectory]]
@@ -95,37 +99,56 @@ def requests(prompts: Sequence[Sequence[int]], epoch: int, params: SamplingParam
 
 def engine(config: DecoderConfig, rows: int, dtype: torch.dtype, how: str, parity: bool = False) -> Engine:
     """An engine, plain or with drafts."""
-    drafts: dict[str, Any] = {} if how == "plain" else {"draft": DraftConfig(), "branches": how == "tree"}
+    drafts: dict[str, Any] = {"draft": DraftConfig(apart=how == "apart"), "branches": how == "tree"}
+    drafts = {} if how == "plain" else drafts
     return Engine(config, EngineOptions(max_rows=rows, dtype=dtype, parity=parity, max_length=CONTEXT * 4, **drafts))
+
+
+def drafter_seconds(one: Engine) -> float:
+    """Processor seconds of the process of a drafter apart, once it has caught up; 0 without one."""
+    drafter = None if one._speculation is None else one._speculation._drafter
+    if not isinstance(drafter, ApartDrafter):
+        return 0.0
+    while not drafter.caught_up:
+        time.sleep(0.05)
+    times = psutil.Process(drafter.pid).cpu_times()
+    return times.user + times.system
 
 
 def timed(made: Callable[[str], tuple[Engine, Play]], contenders: Sequence[str], rounds: int) -> Row:
     """Figures of contenders, and ratios to the first one, for engines that stand before what is timed."""
-    best = dict.fromkeys(contenders, np.inf)
+    best, clock, beside = (dict.fromkeys(contenders, np.inf) for _ in range(3))
     said: dict[str, list[Trajectory]] = {}
     stats = {}
     for _ in range(rounds):
         for how in contenders:
             one, play = made(how)
+            before = drafter_seconds(one)
             one.stats(reset=True)
-            begin = time.process_time()
+            begin, began = time.process_time(), time.perf_counter()
             said[how] = play()
             best[how] = min(best[how], time.process_time() - begin)
+            clock[how] = min(clock[how], time.perf_counter() - began)
             stats[how] = one.stats()
+            beside[how] = min(beside[how], drafter_seconds(one) - before)
     tokens = {how: sum(t.completion_length for t in found) for how, found in said.items()}
     same_work({how: {"generated_tokens": count} for how, count in tokens.items()}, within=0.02)
     first, *others = contenders
     row: Row = {"tokens": tokens[first], f"{first}_tokens_per_second": tokens[first] / best[first]}
+    row[f"{first}_clock_tokens_per_second"] = tokens[first] / clock[first]
     for how in others:
         equal = np.mean([np.array_equal(a.tokens, b.tokens) for a, b in zip(said[first], said[how])])
         row[f"{how}_tokens_per_second"] = tokens[how] / best[how]
         row[f"{how}_over_{first}"] = tokens[how] / best[how] / row[f"{first}_tokens_per_second"]
+        row[f"{how}_clock_over_{first}"] = tokens[how] / clock[how] / row[f"{first}_clock_tokens_per_second"]
         row[f"{how}_equal_completions_share"] = float(equal)
     for how in contenders:
         row[f"{how}_passes_per_token"] = stats[how].passes_per_token
         row[f"{how}_acceptance_share"] = stats[how].acceptance
         row[f"{how}_drafted_tokens"] = stats[how].drafted_tokens
         row[f"{how}_ahead_tokens"] = stats[how].ahead_tokens
+        row[f"{how}_undrafted_passes"] = stats[how].undrafted_passes
+        row[f"{how}_drafter_seconds"] = beside[how]
     return row
 
 
@@ -138,6 +161,8 @@ def check_parity(
 ) -> Row:
     """Compare bits of later epochs, ``least`` completions at least."""
     every = {how: engine(config, 64, torch.float32, how, parity=True) for how in CONTENDERS}
+    for one in every.values():
+        drafter_seconds(one)  # waits until it is there
     count = epoch = 0
     while count < least:
         for one in every.values():

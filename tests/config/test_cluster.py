@@ -14,6 +14,7 @@ from tilth.config.load import differences, digest, dump_toml, from_dict, load_re
 from tilth.config.schema import LayoutConfig, Recipe
 
 LOCAL, ADAMW = "cluster.backend=local", "optimizer.name=adamw"
+APART = "rollout.speculate=suffix", "rollout.draft.apart=true"
 PARTIAL = " and ".join(f"{name} = 1" for name in over("tokens", *MODEL))
 
 
@@ -158,6 +159,11 @@ def test_wrong_words_and_values(overrides, message):
         (
             [LOCAL, "cluster.workers=2", "rollout.layout.tp=2", "rollout.compile=true"],
             "rollout.compile = true does not compile the collectives that rollout.layout.tp = 2 has in every step; set",
+        ),
+        (
+            [LOCAL, *APART, "cluster.workers=2", "rollout.layout.tp=2"],
+            "rollout.draft.apart = true, but drafts of a process apart come by a clock, and the ranks of "
+            "rollout.layout.tp = 2 guess alike; use false",
         ),
         (
             [LOCAL, ADAMW, "cluster.workers=2", "rollout.layout.tp=2", "train.parity=true"],

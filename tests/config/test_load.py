@@ -351,6 +351,8 @@ def test_keys_of_drafts_are_for_drafts_alone():
     with raises(RecipeError, "rollout.draft.unused"):
         from_dict({"rollout": draft})
     assert from_dict({"rollout": {**draft, "speculate": "suffix"}}).rollout.draft.tokens == 4
+    with raises(RecipeError, "rollout.draft.unused"):
+        from_dict({"rollout": {"draft": {"apart": True}}})
 
 
 @pytest.mark.parametrize("value", ["nan", "[1.0, nan]", "{a = nan}"])

@@ -1,5 +1,6 @@
 """A run with drafts is the run without them, and counts what they saved."""
 
+import psutil
 import pytest
 
 from tests.flows import tiny
@@ -36,12 +37,42 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
         assert any(record.get("draft/ahead", 0) > 0 for record in own) == (how == "ahead")
 
 
+def test_a_run_loses_its_drafters_apart_and_no_bit(tmp_path):
+    """Each dies at the end of a step; the log says so once."""
+    plain, drafted = (
+        tiny.recipe(
+            tmp_path,
+            train={"parity": True},
+            supervised={"steps": 1},
+            algorithm={"steps": 4},
+            model={"context": 32},
+            rollout={"max_tokens": 20, "temperature": 0.3, **more},
+        )
+        for more in ({}, {"speculate": "suffix", "draft": {"apart": True}})
+    )
+
+    def kill(metrics):
+        for child in psutil.Process().children():
+            if "tilth.engines.apart:main" in " ".join(child.cmdline()):
+                child.kill()
+
+    watcher = tiny.Recorder(kill)
+    runs = [tiny.run(plain, name="plain").directory, tiny.run(drafted, name="drafted", callbacks=[watcher]).directory]
+    assert tiny.weights(runs[0]) == tiny.weights(runs[1])
+    plain, drafted = map(tiny.numbers, runs)
+    own = [{name: record.pop(name) for name in [*record] if name.startswith("draft/")} for record in drafted]
+    assert plain == drafted
+    assert sum(record.get("draft/lost", 0) for record in own) >= 1
+    assert any(record.get("draft/missed", 0) > 0 for record in own)
+    assert sum("rollout.draft.apart" in text for text in watcher.messages) == 1
+
+
 def test_drafts_are_summed_over_engines():
     metrics = Metrics()
-    measure_drafts(metrics, [(10, 8, 4, 7), (0, 0, 0, 0), (10, 2, 1, 3)])
+    measure_drafts(metrics, [(10, 8, 4, 7, 2, 1), (0, 0, 0, 0, 0, 0), (10, 2, 1, 3, 3, 0)])
     found = metrics.values()
     assert found["draft/acceptance"] == pytest.approx(0.5) and found["draft/passes"] == pytest.approx(0.75)
-    assert found["draft/ahead"] == 10
-    measure_drafts(empty := Metrics(), [(0, 0, 0, 0)])
+    assert found["draft/ahead"] == 10 and found["draft/missed"] == 5 and found["draft/lost"] == 1
+    measure_drafts(empty := Metrics(), [(0, 0, 0, 0, 0, 0)])
     measure_drafts(empty, [])
     assert not empty.values()

@@ -709,5 +709,8 @@ def _divided_engine(recipe: Recipe, role: str, axis: str, size: int) -> Refusals
     if role == "rollout" and r.compile:
         why = f"does not compile the collectives that {key} = {size} has in every step; set one to its default"
         yield f"rollout.compile.{axis}", why
+    if role == "rollout" and r.draft.apart:
+        why = f", but drafts of a process apart come by a clock, and the ranks of {key} = {size} guess alike; use false"
+        yield f"rollout.draft.apart.{axis}", why
     if role == "rollout" and recipe.train.parity:
         yield f"train.parity.{axis}", f"needs {key} = 1, not {size}: partial sums round differently"

@@ -188,6 +188,9 @@ class DraftConfig(Section):
 
     tokens: Positive = Field(8, description="most tokens of a draft")
     depth: Positive = Field(8, description="longest run of newest tokens that is looked up in earlier completions")
+    apart: bool = Field(
+        False, description="draft in a process of its own, which guesses on while a pass of the engine verifies"
+    )
 
 
 class RolloutConfig(RoleSection):
@@ -251,7 +254,9 @@ class RolloutConfig(RoleSection):
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
     run_ahead: bool = Field(
-        False, description="answer prompts of the next step, greedily, in idle rows of engines, for drafts alone"
+        False,
+        description="answer prompts of the next step, greedily, in idle rows of engines, for drafts alone; not with "
+        "staleness above 0, where engines begin the samples of later steps themselves",
     )
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")], "engine")] = Field(
         "native", description="generation engine; plugins can add others"

@@ -7,13 +7,13 @@ mode passes of all shapes have the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tilth.core.errors import TilthError
 from tilth.engines.blocks import BlockManager
+from tilth.engines.drafter import Draft, Drafter, DraftError
 from tilth.engines.lanes import LengthBucket
 from tilth.engines.request import SequenceState
 
@@ -26,45 +26,6 @@ FREE = {("cpu", torch.float32): 32, ("cpu", torch.bfloat16): 4}
 measured on an EPYC with AVX2, which has no products in bf16."""
 FREE_ELSEWHERE = 256
 """The same of a GPU, not measured: about the tokens at which products stop waiting for memory."""
-
-
-class DraftError(TilthError):
-    """A draft was asked for, or judged, in a way that would change completions: a bug in Tilth or in a drafter."""
-
-
-class Draft(NamedTuple):
-    """Guessed tokens of a row: each follows another one, which comes before it, or the newest token of the row."""
-
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    """What each follows: i + 1 for token i, 0 for the newest of the row."""
-
-
-class Drafter(Protocol):
-    """Guesses the next tokens of completions in flight, which are named by their requests.
-
-    Guesses depend on calls alone, by no clock: ranks of one engine guess alike, and a run replays.
-    """
-
-    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
-        """Take a row into flight with all that it has said; of a row in flight, take what it has said beside drafts.
-
-        prompt and completion: int64 [n].
-        """
-
-    def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[Draft]:
-        """Return a draft of each row, at most ``budget`` tokens of which each has at least this chance to be said.
-        A row without a guess has an empty draft. Raises DraftError if a row's last draft has no verdict yet."""
-
-    def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
-        """Take the verdicts: tokens that rows have said, int64 [at least 1] each, those of the draft that stand and one
-        more."""
-
-    def forget(self, row: int) -> None:
-        """Take a row out of flight, if it is there; what it said may lead later drafts."""
-
-    def note(self, prompt: np.ndarray, completion: np.ndarray) -> None:
-        """Take what somebody else has said to a prompt, to lead later drafts. prompt and completion: int64 [n]."""
 
 
 def price(rows: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -175,18 +136,24 @@ class Speculation:
         """Return the drafts of rows that have one, of ``most`` tokens at most; their blocks are taken."""
         found: dict[int, Draft] = {}
         own = self._drafted(lane)
-        if not own:
-            return found
+        for row, draft in zip(own, self._drafter.propose(*self._asks(lane, own, most)) if own else ()):
+            until = int(lane.columns.position[row]) + 1 + len(draft.tokens)
+            if draft.tokens and self._blocks.extend(lane.answer(row).table, until):  # a draft preempts nobody
+                found[row] = draft
+        return found
+
+    def expect(self, lane: LengthBucket, most: int) -> None:
+        """Let a drafter apart begin with the next drafts of rows."""
+        if self._drafter.apart and (own := self._drafted(lane)):
+            self._drafter.expect(*self._asks(lane, own, most))
+
+    def _asks(self, lane: LengthBucket, own: Sequence[int], most: int) -> tuple[list[int], list[int], float]:
+        """Return ids, budgets and least chance of drafts of rows."""
         others = sum(lane.answer(row).ahead is None for row in lane.rows.tolist())
         c = lane.columns
         room = np.minimum(c.end, lane.limit)[own] - c.position[own] - 2  # a token behind the draft has its place too
         budget = room.clip(0, max(0, min(self._tokens, most, self._most // others - 1)))
-        ids = [lane.answer(row).request.id for row in own]
-        for row, draft in zip(own, self._drafter.propose(ids, budget.tolist(), self._least(others))):
-            until = int(c.position[row]) + 1 + len(draft.tokens)
-            if draft.tokens and self._blocks.extend(lane.answer(row).table, until):  # a draft preempts nobody
-                found[row] = draft
-        return found
+        return [lane.answer(row).request.id for row in own], budget.tolist(), self._least(others)
 
     def _drafted(self, lane: LengthBucket) -> list[int]:
         return [row for row in lane.rows.tolist() if lane.answer(row).drafted]

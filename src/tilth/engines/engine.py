@@ -15,6 +15,7 @@ from tilth.core.layout import Box
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.engines.adapters import AdapterBank, salt_of
 from tilth.engines.ahead import RunAhead
+from tilth.engines.apart import ApartDrafter
 from tilth.engines.blocks import BlockManager
 from tilth.engines.branches import Branches
 from tilth.engines.cache import KeptTail, KVCache, PrefixStore
@@ -58,7 +59,8 @@ class Engine(GenerationEngine):
 
     def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
         dims, dtype, lora, parity = options.dims or ParallelDims.alone(), options.dtype, options.lora, options.parity
-        check_divided(dims, compile=options.compile, parity=parity)
+        apart = options.draft is not None and options.draft.apart
+        check_divided(dims, compile=options.compile, parity=parity, apart=apart)
         multiple = check_parity(config, dtype) if parity else ROWS if options.padded else 1
         self.config, self.tokenizer, self.seed = config, options.tokenizer, options.seed
         self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
@@ -111,7 +113,8 @@ class Engine(GenerationEngine):
     def _speculate(self, draft: DraftConfig) -> None:
         most = max(self._max_rows, min(self.step_tokens, CHOICE_ELEMENTS // self.config.vocab_size))
         least = partial(price, device=self.device, dtype=self.dtype)
-        drafter = SuffixDrafter(draft.depth, branches=self._branches)
+        make = partial(SuffixDrafter, draft.depth, branches=self._branches)
+        drafter = ApartDrafter(make, self.stats) if draft.apart else make()
         self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least)
         free = free_positions(self.device, self.dtype)
         self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens, most)
@@ -381,6 +384,8 @@ class Engine(GenerationEngine):
         if self._ahead is not None:
             self._stats.ahead_tokens += self._ahead.settle(lane, counts, ended)
         self._end_rows(lane, {*ended[own[ended]].tolist(), *matched}, matched, done)
+        if self._speculation is not None:
+            self._speculation.expect(lane, most)
         return len(seen)
 
     def _decode_pass(

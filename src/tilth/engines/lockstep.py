@@ -54,7 +54,7 @@ class LockStep:
             )
 
 
-def check_divided(dims: ParallelDims, *, compile: bool, parity: bool) -> None:
+def check_divided(dims: ParallelDims, *, compile: bool, parity: bool, apart: bool) -> None:
     """Raise EngineError for a mode that an engine over several ranks does not have."""
     for axis in dims.mesh.over(*MODEL):
         size = dims.size(axis)
@@ -68,6 +68,12 @@ def check_divided(dims: ParallelDims, *, compile: bool, parity: bool) -> None:
                 f"an engine over {axis}={size} ranks does not compile its steps, which have collectives; use "
                 "compile=False",
                 key=f"compile.{axis}",
+            )
+        if size > 1 and apart:
+            raise EngineError(
+                f"drafts of a process apart come by a clock, and the {axis}={size} ranks of an engine guess alike; "
+                "use draft.apart=False",
+                key=f"draft.apart.{axis}",
             )
 
 

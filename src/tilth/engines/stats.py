@@ -25,6 +25,10 @@ class Stats:
     """Tokens of drafts that decode passes computed."""
     accepted_tokens: int = 0
     """Of these, tokens that their sequence said."""
+    undrafted_passes: int = 0
+    """Decode passes without drafts, since those of a drafter apart came late, or it was lost."""
+    lost_drafters: int = 0
+    """Processes of drafters apart that died, or stayed silent."""
     ahead_tokens: int = 0
     """Tokens that run-ahead said, of which no completion is made."""
     undrafted_rows: int = 0

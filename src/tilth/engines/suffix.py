@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from tilth.engines.draft import Draft, DraftError
+from tilth.engines.drafter import Draft, Drafter, DraftError
 
 HISTORY = 1 << 24
 """Most tokens of completions at rest, over all prompts; the oldest completions go first."""
@@ -132,6 +132,17 @@ class _Row:
     pause: int = 0
     left: int = 0
     """Tokens that it says before it looks at its tree again, of ``pause``."""
+    grown: "_Grown | None" = None
+    """Draft behind the one without a verdict, if all of its likeliest chain stands; then the next one."""
+
+
+@dataclass(slots=True)
+class _Grown:
+    """Guesses behind tokens that a row has not said yet, for a budget and a least chance."""
+
+    said: list[int]
+    asked: tuple[int, float]
+    first: list[_Guessed]
 
 
 def _in_order(first: Sequence[_Guessed]) -> Draft:
@@ -147,7 +158,7 @@ def _in_order(first: Sequence[_Guessed]) -> Draft:
     return Draft(tokens, parents)
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """A ``Drafter`` by trees of suffixes.
 
     Each continuation has a chance: the measured share of hits among continuations of its kind (length of the run, share
@@ -171,12 +182,16 @@ class SuffixDrafter:
         self.tokens = 0
         """Tokens of texts at rest."""
         self._tallies: dict[tuple[int, int, bool], _Tally] = {}
+        self._growing: dict[int, tuple[int, float]] = {}
+        """Rows with a draft behind which nothing has been guessed -> budget and least chance."""
 
     def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
         """Take a row into flight, or what a row in flight has said without a draft. See ``Drafter``."""
         if (known := self._rows.get(row)) is not None:
             said = len(known.text) // _WIDTH - known.start
             known.text += completion[said:].astype(np.int32).tobytes()
+            known.drafted = known.grown = None
+            self._growing.pop(row, None)
             return
         self._rows[row] = new = self._row(prompt, completion)
         digest = new.prompt
@@ -208,26 +223,48 @@ class SuffixDrafter:
         return tree
 
     def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[Draft]:
-        return [self._propose(self._rows[row], most, least) for row, most in zip(rows, budget, strict=True)]
+        return [self._propose(row, most, least) for row, most in zip(rows, budget, strict=True)]
 
-    def _propose(self, row: _Row, most: int, least: float) -> Draft:
+    def _propose(self, number: int, most: int, least: float) -> Draft:
+        row = self._rows[number]
         if row.drafted is not None:
             raise DraftError(
                 "a row's last draft has no verdict yet; accept() comes between two drafts", key="draft.open"
             )
-        row.drafted = []
+        row.drafted, grown, row.grown = [], row.grown, None
         if row.left:
             row.left -= 1
             return Draft()
-        self._grow(row, row.drafted, most, least)
+        if grown is not None and grown.asked == (most, least):
+            row.drafted = grown.first
+        else:
+            self._grow(row, row.drafted, bytes(row.text[-self.depth * _WIDTH :]), most, least)
         draft = _in_order(row.drafted)
+        if draft.tokens:
+            self._growing[number] = most, least
         row.pause = 0 if draft.tokens else min(2 * row.pause + 1, PAUSE)
         row.left = row.pause
         return draft
 
-    def _grow(self, row: _Row, first: list[_Guessed], most: int, least: float) -> None:
-        """Write guesses, the likeliest first, of equal ones what was found first, until there are ``most``, or one has
-        a smaller chance than ``least``; that one is compared alone."""
+    def grow(self) -> bool:
+        """Guess behind the draft of a row, as if all of its likeliest chain stood, and what is behind that was said."""
+        while self._growing:
+            number, asked = self._growing.popitem()
+            row, said, guessed = self._rows[number], list[int](), None
+            context, level = bytes(row.text[-self.depth * _WIDTH :]), row.drafted
+            while level:
+                guessed = level[0]
+                said.append(guessed.token)
+                context, level = self._trees[row.prompt].longer(context, guessed.token), guessed.children
+            if guessed is not None and not guessed.drafted:
+                row.grown = _Grown(said, asked, [])
+                self._grow(row, row.grown.first, context, *asked)
+                return True
+        return False
+
+    def _grow(self, row: _Row, first: list[_Guessed], behind: bytes, most: int, least: float) -> None:
+        """Write guesses behind a text, the likeliest first, of equal ones what was found first, until there are
+        ``most``, or one has a smaller chance than ``least``; that one is compared alone."""
         tree, luck, number = self._count(row), row.fortune.hits / row.fortune.tries, count()
         open_: list[tuple[float, int, _Guessed, list[_Guessed], bytes]] = []
 
@@ -238,7 +275,7 @@ class SuffixDrafter:
                 if not rank or own >= least:
                     heappush(open_, (-own, next(number), _Guessed(found.token, tally), siblings, context))
 
-        guess(first, bytes(row.text[-self.depth * _WIDTH :]), 1.0)
+        guess(first, behind, 1.0)
         while open_:
             chance, _, one, siblings, context = heappop(open_)
             siblings.append(one)
@@ -263,12 +300,15 @@ class SuffixDrafter:
 
     def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
         for number, tokens in zip(rows, said, strict=True):
-            row = self._rows[number]
+            row, right = self._rows[number], tokens.tolist()
+            self._growing.pop(number, None)
+            if row.grown is not None and (row.drafted is None or row.grown.said != right):
+                row.grown = None
             level = row.drafted or []
-            for right in tokens.tolist():
+            for token in right:
                 children = list[_Guessed]()
                 for one in level:
-                    hit = one.token == right
+                    hit = one.token == token
                     row.fortune.hits += hit
                     row.fortune.tries += one.tally.hits / one.tally.tries
                     one.tally.note(hit)
@@ -280,6 +320,7 @@ class SuffixDrafter:
             row.text += tokens.astype(np.int32).tobytes()
 
     def forget(self, row: int) -> None:
+        self._growing.pop(row, None)
         if (gone := self._rows.pop(row, None)) is not None:
             self._rest(gone)
 

@@ -27,15 +27,19 @@ def measure_rows(metrics: Metrics, batch: Batch) -> None:
     metrics.add("tokens/generated", float(batch["completion"].sum()))
 
 
-def measure_drafts(metrics: Metrics, counts: Sequence[tuple[int, int, int, int]]) -> None:
+def measure_drafts(metrics: Metrics, counts: Sequence[Sequence[int]]) -> None:
     """Add what drafts saved. counts: of each engine, ``RolloutWorker.drafts``."""
-    said, drafted, accepted, ahead = (sum(count[i] for count in counts) for i in range(4))
+    said, drafted, accepted, ahead, missed, lost = (sum(count[i] for count in counts) for i in range(6))
     if drafted:
         metrics.add("draft/acceptance", accepted / drafted, drafted)
     if said:
         metrics.add("draft/passes", 1 - accepted / said, said)
     if ahead:
         metrics.add("draft/ahead", float(ahead))
+    if missed:
+        metrics.add("draft/missed", float(missed))
+    if lost:
+        metrics.add("draft/lost", float(lost))
 
 
 def measure_parts(metrics: Metrics, batch: Batch, prefix: str) -> None:

@@ -225,6 +225,9 @@ class Sampler:
         if self.recipe.rollout.speculate != "off":
             drafts = rollout.drafts()
             measure_drafts(self.metrics, drafts if counted else [])
+            if any(lost for *_, lost in drafts) and "drafter" not in self._reported:
+                self._reported.add("drafter")
+                self.say("a process of rollout.draft.apart was lost: completions stay what they are, with fewer drafts")
 
     def _engines(self) -> WorkerGroup:
         """Return the rollout role. RecipeError without one."""

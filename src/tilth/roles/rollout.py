@@ -115,7 +115,7 @@ class RolloutWorker:
         self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
-        self._drafts = (0, 0, 0, 0)
+        self._drafts = (0, 0, 0, 0, 0, 0)
 
     @control
     def status(self) -> dict[str, float]:
@@ -518,13 +518,16 @@ class RolloutWorker:
         )
 
     @control
-    def drafts(self) -> tuple[int, int, int, int]:
+    def drafts(self) -> tuple[int, ...]:
         """Return the tokens drawn in decode passes since the last call, those that drafts proposed, those of them that
-        were said, and those that run-ahead said; 0 on ranks whose engine another rank reports."""
+        were said, those that run-ahead said, the passes without drafts since a drafter apart was late, and the
+        processes of drafters that were lost; 0 on ranks whose engine another rank reports."""
         stats, before = self.engine.stats(), self._drafts
-        self._drafts = stats.useful_rows, stats.drafted_tokens, stats.accepted_tokens, stats.ahead_tokens
-        said, drafted, accepted, ahead = (now - then for now, then in zip(self._drafts, before))
-        return (said, drafted, accepted, ahead) if self.engine.reports else (0, 0, 0, 0)
+        self._drafts = (
+            *(stats.useful_rows, stats.drafted_tokens, stats.accepted_tokens, stats.ahead_tokens),
+            *(stats.undrafted_passes, stats.lost_drafters),
+        )
+        return tuple((now - then) * self.engine.reports for now, then in zip(self._drafts, before))
 
     @transfer(split="all", gather="first")
     def compile_seconds(self) -> float:

@@ -92,6 +92,8 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
         "sum",
         "rollout.run_ahead: tokens of answers to prompts of the next step, for drafts alone",
     ),
+    ("draft/missed", "passes", "sum", "rollout.draft.apart: decode passes whose drafts did not come in time"),
+    ("draft/lost", "processes", "sum", "rollout.draft.apart: drafters that died or stayed silent"),
     ("groups/flat", "share", "mean", "samples in groups of equal rewards: no gradient under a group baseline"),
     ("groups/gradient", "share", "mean", "groups whose rewards differ; not measured for groups of one"),
     ("samples", "samples", "sum", "completions generated for training"),
