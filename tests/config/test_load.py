@@ -346,6 +346,21 @@ def test_run_ahead_is_for_prompts_of_synchronous_steps(key, sections):
     assert from_dict({"rollout": {"speculate": "suffix", "run_ahead": True}}).rollout.run_ahead
 
 
+@pytest.mark.parametrize(
+    ("key", "rollout"),
+    [
+        ("rollout.draft.path", {}),
+        ("rollout.draft.path.unused", {"speculate": "suffix", "draft": {"path": "x"}}),
+        ("rollout.draft.depth.unused", {"draft": {"path": "x", "depth": 4}}),
+        ("rollout.run_ahead.model", {"draft": {"path": "x"}, "run_ahead": True}),
+    ],
+)
+def test_keys_of_a_drafting_model_are_for_it_alone(key, rollout):
+    with raises(RecipeError, key):
+        from_dict({"rollout": {"speculate": "model", **rollout}})
+    assert from_dict({"rollout": {"speculate": "model", "draft": {"path": "x"}}}).rollout.draft.path == "x"
+
+
 def test_keys_of_drafts_are_for_drafts_alone():
     draft = {"draft": {"tokens": 4}}
     with raises(RecipeError, "rollout.draft.unused"):

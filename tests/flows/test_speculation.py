@@ -3,7 +3,11 @@
 import psutil
 import pytest
 
+from tests.errors import raises
 from tests.flows import tiny
+from tilth.core.errors import TilthError
+from tilth.data.prompts import PromptSet
+from tilth.data.sources import from_records
 from tilth.flows.measured import measure_drafts
 from tilth.runs.metrics import Metrics
 
@@ -65,6 +69,44 @@ def test_a_run_loses_its_drafters_apart_and_no_bit(tmp_path):
     assert sum(record.get("draft/lost", 0) for record in own) >= 1
     assert any(record.get("draft/missed", 0) > 0 for record in own)
     assert sum("rollout.draft.apart" in text for text in watcher.messages) == 1
+
+
+def learned(folder, prompts=None, **shape):
+    return str(
+        tiny.learn(folder, "sft", prompts=prompts, model={"context": 32, **shape}, supervised={"steps": 2}).directory
+    )
+
+
+def test_a_run_with_a_drafting_model_has_the_bits_of_one_without(tmp_path):
+    plain, drafted = (
+        tiny.run(
+            tiny.recipe(
+                tmp_path,
+                train={"parity": True},
+                supervised={"steps": 1},
+                algorithm={"steps": 2},
+                model={"context": 32},
+                rollout={"max_tokens": 12, **more},
+            ),
+            name=name,
+        ).directory
+        for name, more in {
+            "plain": {},
+            "drafted": {"speculate": "model", "draft": {"path": learned(tmp_path / "small", hidden=8)}},
+        }.items()
+    )
+    assert tiny.weights(plain) == tiny.weights(drafted)
+    assert any(record.get("draft/acceptance", 0) > 0 for record in tiny.numbers(drafted))
+
+
+def test_a_drafting_model_has_the_tokens_of_the_policy(tmp_path):
+    other = PromptSet(from_records([{"prompt": f"{a}x", "answer": a} for a in "abcdefgh"]))
+    for key, path in {
+        "rollout.draft.path.vocab_size": learned(tmp_path / "other", prompts=other),
+        "rollout.draft.path": str(tmp_path / "none"),
+    }.items():
+        with raises(TilthError, key):
+            tiny.run(tiny.recipe(tmp_path, rollout={"speculate": "model", "draft": {"path": path}}))
 
 
 def test_drafts_are_summed_over_engines():

@@ -174,6 +174,14 @@ def _drafts(recipe: Recipe) -> Refusals:
         yield "rollout.draft.unused", "has no use with rollout.speculate = off; leave it out, or use suffix"
     if r.speculate != "off" and (recipe.flow_spec.learns == "documents" or recipe.flow_spec.value):
         yield "rollout.speculate.unused", f"has no use in flow = {recipe.flow}, which generates nothing; set it to off"
+    if r.draft.path and r.speculate not in ("off", "model"):
+        why = f"has no use with rollout.speculate = {r.speculate}; leave it out, or use model"
+        yield "rollout.draft.path.unused", why
+    if r.speculate == "model":
+        if not r.draft.path:
+            yield "rollout.draft.path", "is empty, and rollout.speculate = model drafts by the model in it"
+        if r.draft.depth != type(r.draft)().depth:
+            yield "rollout.draft.depth.unused", "has no use with rollout.speculate = model; leave it out"
     if r.run_ahead:
         yield from _run_ahead(recipe)
     if r.speculate != "off" and r.compile:
@@ -185,6 +193,11 @@ def _run_ahead(recipe: Recipe) -> Refusals:
     r = recipe.rollout
     if r.speculate == "off":
         yield "rollout.run_ahead.unused", "has no use with rollout.speculate = off; use false, or suffix"
+    if r.speculate == "model":
+        yield (
+            "rollout.run_ahead.model",
+            "has no use with rollout.speculate = model: a model learns nothing of it; use false",
+        )
     if r.staleness:
         why = f"beside rollout.staleness = {r.staleness}: there, engines begin the samples of later steps; use false"
         yield "rollout.run_ahead.staleness", why

@@ -188,6 +188,11 @@ class DraftConfig(Section):
 
     tokens: Positive = Field(8, description="most tokens of a draft")
     depth: Positive = Field(8, description="longest run of newest tokens that is looked up in earlier completions")
+    path: str = Field(
+        "",
+        description="speculate = model: run, checkpoint or Hugging Face directory of a small model with the policy's "
+        "tokens",
+    )
     apart: bool = Field(
         False, description="draft in a process of its own, which guesses on while a pass of the engine verifies"
     )
@@ -246,11 +251,11 @@ class RolloutConfig(RoleSection):
     kv_tokens: Count = Field(0, description="KV cache in tokens; 0: max_rows times the context")
     step_tokens: Positive = Field(8192, description="token budget of an engine step: decode first, then prefill chunks")
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
-    speculate: Literal["off", "suffix", "tree"] = Field(
+    speculate: Literal["off", "suffix", "tree", "model"] = Field(
         "off",
         description="compute several tokens of a completion in one pass where earlier completions of the prompt, its "
-        "group or its own text suggest them (tree: several of them); tokens stay those of plain "
-        "decoding, but only with train.parity has a resume the same bits",
+        "group or its own text suggest them (tree: several of them), or a small model does (model); tokens stay those "
+        "of plain decoding, but only with train.parity has a resume the same bits",
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
     run_ahead: bool = Field(

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from tilth.core.errors import TilthError
-from tilth.engines.drafter import Draft, Drafter, DraftError
+from tilth.engines.drafter import USUAL, Draft, Drafter, DraftError, Drawn
 from tilth.engines.stats import Stats
 from tilth.process.child import PipedChild
 from tilth.process.frames import drain, frame, take_frames
@@ -104,6 +104,7 @@ class _Row:
 
     prompt: np.ndarray
     said: np.ndarray
+    drawn: Drawn
     asked: int = -1
     """Round in which its next draft is made; -1: in none."""
     draft: Draft | None = None
@@ -143,14 +144,14 @@ class ApartDrafter(Drafter):
         """Number of the process; None if there is none any more."""
         return None if self._child is None else self._child.pid
 
-    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
-        self._rows[row] = _Row(prompt, completion)
-        self._tell("begin", row, prompt, completion)
+    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray, drawn: Drawn = USUAL) -> None:
+        self._rows[row] = _Row(prompt, completion, drawn)
+        self._tell("begin", row, prompt, completion, drawn)
 
     def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
         for number, tokens in zip(rows, said, strict=True):
             row = self._rows[number]
-            self._rows[number] = _Row(row.prompt, np.concatenate([row.said, tokens]))
+            self._rows[number] = _Row(row.prompt, np.concatenate([row.said, tokens]), row.drawn)
         self._tell("accept", rows, said)
 
     def forget(self, row: int) -> None:
@@ -244,7 +245,7 @@ class ApartDrafter(Drafter):
         self._child, self._late = self._pool.start(), True
         for number, row in self._rows.items():
             row.asked, row.draft = -1, None
-            self._tell("begin", number, row.prompt, row.said)
+            self._tell("begin", number, row.prompt, row.said, row.drawn)
         self._ask([], [], 0.0)
 
 

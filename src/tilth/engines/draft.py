@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tilth.engines.blocks import BlockManager
-from tilth.engines.drafter import Draft, Drafter, DraftError
+from tilth.engines.drafter import Draft, Drafter, DraftError, Drawn
 from tilth.engines.lanes import LengthBucket
 from tilth.engines.request import SequenceState
 
@@ -119,14 +119,21 @@ def check_said(chosen: np.ndarray, drafts: Drafts, said: Said) -> None:
 class Speculation:
     """Drafts of the rows of an engine's lanes, cut to what pays and to the room that there is."""
 
-    def __init__(self, drafter: Drafter, tokens: int, most: int, blocks: BlockManager, least: Callable[[int], float]):
-        """tokens: most of a draft; most: positions of a pass; least: see ``price``, by rows of a pass."""
+    def __init__(
+        self, drafter: Drafter, tokens: int, most: int, blocks: BlockManager, least: Callable[[int], float], seed: int
+    ) -> None:
+        """tokens: most of a draft; most: positions of a pass; least: see ``price``, by rows of a pass; seed: of
+        requests without ``Request.draws``."""
         self._drafter, self._tokens, self._most, self._blocks, self._least = drafter, tokens, most, blocks, least
+        self._seed = seed
 
     def begin(self, answer: SequenceState) -> None:
         """Take a sequence that is placed in a row."""
         if answer.drafted:
-            self._drafter.begin(answer.request.id, np.asarray(answer.request.prompt), answer.completion)
+            r = answer.request
+            rules = (r.params.temperature, r.params.top_k, r.params.top_p, r.params.min_p)
+            drawn = Drawn(r.draws or (self._seed, r.id), *rules)
+            self._drafter.begin(r.id, np.asarray(r.prompt), answer.completion, drawn)
 
     def forget(self, id: int) -> None:
         """Take a request out of flight."""

@@ -20,6 +20,20 @@ class Draft(NamedTuple):
     """What each follows: i + 1 for token i, 0 for the newest of the row."""
 
 
+class Drawn(NamedTuple):
+    """How the tokens of a row are drawn: from which random numbers (``Request.draws``), by which rules."""
+
+    stream: tuple[int, int] = (0, 0)
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+USUAL = Drawn()
+"""At temperature 1, without filters."""
+
+
 class Drafter(Protocol):
     """Guesses the next tokens of completions in flight, which are named by their requests.
 
@@ -30,7 +44,7 @@ class Drafter(Protocol):
     apart: bool = False
     """True if it begins with drafts before they are asked for (``expect``)."""
 
-    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
+    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray, drawn: Drawn = USUAL) -> None:
         """Take a row into flight with all that it has said; of a row in flight, take what it has said beside drafts,
         and drop the draft that has no verdict.
 

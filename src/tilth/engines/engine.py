@@ -84,7 +84,7 @@ class Engine(GenerationEngine):
         self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
-        self._draft, self._branches = options.draft, options.branches
+        self._draft, self._drafter, self._branches = options.draft, options.drafter, options.branches
         self._parity, self._routing = parity, options.routing and bool(config.num_experts)
         if options.compile and config.num_experts:
             message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
@@ -113,9 +113,9 @@ class Engine(GenerationEngine):
     def _speculate(self, draft: DraftConfig) -> None:
         most = max(self._max_rows, min(self.step_tokens, CHOICE_ELEMENTS // self.config.vocab_size))
         least = partial(price, device=self.device, dtype=self.dtype)
-        make = partial(SuffixDrafter, draft.depth, branches=self._branches)
+        make = self._drafter or partial(SuffixDrafter, draft.depth, branches=self._branches)
         drafter = ApartDrafter(make, self.stats) if draft.apart else make()
-        self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least)
+        self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least, self.seed)
         free = free_positions(self.device, self.dtype)
         self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens, most)
 

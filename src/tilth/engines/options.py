@@ -1,12 +1,13 @@
 """Options of a generation engine, whatever its kind."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tilth.config.schema import DraftConfig, LoraConfig
+from tilth.engines.drafter import Drafter
 from tilth.engines.stops import Decodes
 from tilth.parallel.dims import ParallelDims
 from tilth.plan.kernels import BLOCK
@@ -46,7 +47,9 @@ class EngineOptions:
     """Ranks along "ep" and "tp" are one engine, which divides experts along "ep"; heads, widths of MLPs and vocabulary
     along "tp", where each holds the KV of its own heads. All get the same calls and return the same trajectories."""
     draft: DraftConfig | None = None
-    """Speculate by suffixes (native engine); None: a pass computes one token of a row."""
+    """Speculate (native engine); None: a pass computes one token of a row."""
+    drafter: Callable[[], Drafter] | None = None
+    """Makes what drafts, here or, pickled, in a process apart; None: suffixes."""
     branches: bool = False
     """Drafts are trees: several continuations of a token may be computed in a pass."""
     lora: LoraConfig | None = None

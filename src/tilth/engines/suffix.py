@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from tilth.engines.drafter import Draft, Drafter, DraftError
+from tilth.engines.drafter import USUAL, Draft, Drafter, DraftError, Drawn
 
 HISTORY = 1 << 24
 """Most tokens of completions at rest, over all prompts; the oldest completions go first."""
@@ -185,7 +185,7 @@ class SuffixDrafter(Drafter):
         self._growing: dict[int, tuple[int, float]] = {}
         """Rows with a draft behind which nothing has been guessed -> budget and least chance."""
 
-    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
+    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray, drawn: Drawn = USUAL) -> None:
         """Take a row into flight, or what a row in flight has said without a draft. See ``Drafter``."""
         if (known := self._rows.get(row)) is not None:
             said = len(known.text) // _WIDTH - known.start

@@ -22,7 +22,7 @@ from tilth.config.open_sets import optimizer_states
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.core.errors import DataError, RecipeError
+from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.core.layout import Mesh
 from tilth.core.memory import Room, host_memory
 from tilth.core.random import stream
@@ -135,6 +135,8 @@ def build(
     for role, model in others.items():
         if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
+    if recipe.rollout.draft.path:
+        _check_drafter(recipe, config, tokenizer)
     generates = pool is not None or bool(recipe.reward.model or recipe.rollout.environment or recipe.grades)
     if isinstance(material, PretrainTexts):
         data = _documents(recipe, material, tokenizer)
@@ -256,6 +258,19 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     _check_context(recipe, loaded.config, f"{key} = {loaded.run or loaded.source}", key=f"{key}.context")
 
 
+def _check_drafter(recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> None:
+    """Raise RecipeError unless the drafting model has the policy's vocabulary and context."""
+    key, path = "rollout.draft.path", recipe.rollout.draft.path
+    try:
+        drafter = load_model(path)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}", key=key) from error
+    if drafter.config.vocab_size != config.vocab_size:
+        theirs = f"a vocabulary of {drafter.config.vocab_size} tokens, and the policy one of {config.vocab_size}"
+        raise RecipeError(f"{key} = {path} has {theirs}; both need the same", key=f"{key}.vocab_size")
+    _check_tokens(recipe, key, drafter, tokenizer)
+
+
 def _check_context(recipe: Recipe, config: DecoderConfig, model: str, *, key: str) -> None:
     """Raise RecipeError if a model has fewer positions than the recipe's context."""
     if recipe.model.context > config.max_positions:
@@ -270,15 +285,23 @@ def rooted(recipe: Recipe) -> Recipe:
     for key in ("model.path", *(spec.loads for spec in ROLES.values() if spec.loads)):
         name, _, last = key.rpartition(".")
         if path := getattr(recipe.section(name), last):
-            folder, which = split_spec(fetched(path))
-            whole = folder if is_url(folder) else Path(folder).resolve()
-            recipe = recipe.replaced(name, **{last: f"{whole}@{which}" if which else str(whole)})
+            recipe = recipe.replaced(name, **{last: _rooted(path)})
+    if draft := recipe.rollout.draft.path:
+        update = {"path": _rooted(draft)}
+        recipe = recipe.replaced("rollout", draft=recipe.rollout.draft.model_copy(update=update))
     if recipe.model.adapter:
         recipe = recipe.replaced("model", adapter=str(Path(recipe.model.adapter).resolve()))
     template, mixture = _absolute(recipe.data.template), []
     for part in recipe.data.mixture:
         mixture.append(part.model_copy(update={"template": _absolute(part.template)}))
     return recipe.replaced("data", template=template, mixture=tuple(mixture))
+
+
+def _rooted(path: str) -> str:
+    """Return the reference of a model with the absolute path of its folder."""
+    folder, which = split_spec(fetched(path))
+    whole = folder if is_url(folder) else Path(folder).resolve()
+    return f"{whole}@{which}" if which else str(whole)
 
 
 def _absolute(template: str) -> str:

@@ -19,6 +19,7 @@ from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Tools, data_template, make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.draft_model import ModelDrafter
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine, make_engine
 from tilth.envs.pool import EnvironmentPool
@@ -142,6 +143,9 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
         more["lora"] = recipe.policy.lora
     if r.speculate != "off":
         more |= {"draft": r.draft, "branches": r.speculate == "tree"}
+    if r.speculate == "model":
+        how = {"device": str(prepare(context, recipe)), "tokens": r.draft.tokens}
+        more["drafter"] = partial(model_drafter, r.draft.path, dtype=DTYPES[recipe.train.precision], **how)
     engine = _engine(context, recipe, config, tokenizer, **more)
     goes_on = "staleness" if r.staleness else "partial" if r.partial and not r.environment else ""
     if goes_on and not hasattr(engine, "resume"):
@@ -166,6 +170,12 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
         player = Player(engine, template, tokenizer, pool, limits, **how)
     rounds = DIVIDED if context.mesh.size("ep", "tp") > 1 else COUNTED if counted else None
     return RolloutWorker(engine, template, r, context.store, player, context.rank, rounds)
+
+
+def model_drafter(path: str, *, dtype: torch.dtype, device: str, tokens: int) -> ModelDrafter:
+    """Make the drafter of ``rollout.draft.path``."""
+    loaded = load_model(path)
+    return ModelDrafter(loaded.config, loaded.tensors, dtype=dtype, device=device, tokens=tokens)
 
 
 def _engine(
