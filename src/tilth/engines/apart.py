@@ -170,9 +170,9 @@ class ApartDrafter(Drafter):
         """Return the drafts that were asked for, of other rows new ones; none if the process is late or lost."""
         self._hear(0.0)
         if not self._late:
-            new = [(row, most) for row, most in zip(rows, budget, strict=True) if self._rows[row].asked < 0]
+            new = {row: most for row, most in zip(rows, budget, strict=True) if self._rows[row].asked < 0}
             if new:
-                self._ask(*zip(*new), least)
+                self._ask([*new], [*new.values()], least)
             self._wait([self._rows[row] for row in rows])
         self._counts().undrafted_passes += self._late
         return [_cut(self._rows[row].draft or Draft(), most) for row, most in zip(rows, budget, strict=True)]

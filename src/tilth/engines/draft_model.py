@@ -76,9 +76,8 @@ class ModelDrafter(Drafter):
             if said := text[len(known.text) :]:
                 self._move(known, said)
             return
-        stream, *rules = drawn
-        params = SamplingParams(1, *rules)
-        self._rows[row] = _Row(Request(row, text[:1], params, draws=stream), self._slot(), text)
+        params = SamplingParams(1, drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p)
+        self._rows[row] = _Row(Request(row, text[:1], params, draws=drawn.stream), self._slot(), text)
 
     def _slot(self) -> int:
         if not self._free:

@@ -67,6 +67,7 @@ class Drafter(Protocol):
 
     def expect(self, rows: Sequence[int], budget: Sequence[int], least: float) -> None:
         """Take what the next ``propose`` of these rows is likely to ask for."""
+        return
 
     def grow(self) -> bool:
         """Guess on, a little, from what is likely to be said next; False if there is nothing to do for now."""

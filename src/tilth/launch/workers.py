@@ -144,8 +144,13 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     if r.speculate != "off":
         more |= {"draft": r.draft, "branches": r.speculate == "tree"}
     if r.speculate == "model":
-        how = {"device": str(prepare(context, recipe)), "tokens": r.draft.tokens}
-        more["drafter"] = partial(model_drafter, r.draft.path, dtype=DTYPES[recipe.train.precision], **how)
+        more["drafter"] = partial(
+            model_drafter,
+            r.draft.path,
+            dtype=DTYPES[recipe.train.precision],
+            device=str(prepare(context, recipe)),
+            tokens=r.draft.tokens,
+        )
     engine = _engine(context, recipe, config, tokenizer, **more)
     goes_on = "staleness" if r.staleness else "partial" if r.partial and not r.environment else ""
     if goes_on and not hasattr(engine, "resume"):
