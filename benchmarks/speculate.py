@@ -6,7 +6,8 @@ Case "grpo": a small model learns to sort lists (supervised), then a GRPO run of
 the policies of its first and its second epoch. An engine generates with the first one, then takes the second one's
 weights and generates for the same prompts anew, with other random numbers: this second epoch is timed, plain and with
 drafts (``rollout.speculate = suffix`` and ``tree``; "apart": suffix with ``rollout.draft.apart``), by rows at once and
-in fp32 and bf16. Case "again": a random model
+in fp32 and bf16. Case "model": the same by chains of a drafting model (``rollout.speculate = model``), here and apart,
+which learned to sort as the first one did and is 32 wide with one layer. Case "again": a random model
 of 13M parameters generates the same twice, so that every draft is right: a bound. Case "random": its first and only
 epoch at temperature 1, where nothing repeats: what drafts cost if they do not pay. Case "ahead": the first policy gives
 four answers to each prompt, one prompt after the other, with drafts, without and with ``rollout.run_ahead``.
@@ -26,6 +27,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +47,13 @@ from tilth.engines.apart import ApartDrafter
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
+from tilth.launch.workers import model_drafter
 from tilth.models.config import DecoderConfig
 from tilth.runs.models import load_model
 
 CONTEXT, LENGTH, GROUP = 64, 7, 8
 CONTENDERS = ("plain", "suffix", "tree", "apart")
+MODELS = ("plain", "model", "model_apart")
 Weights = dict[str, Tensor]
 Row = dict[str, Any]
 Play = Callable[[], list[Trajectory]]
@@ -66,15 +71,19 @@ def records(count: int) -> list[dict[str, str]]:
     return [{"prompt": ",".join(map(str, n)) + "=", "answer": ",".join(map(str, sorted(n)))} for n in lists]
 
 
-def policies(folder: Path, quick: bool) -> tuple[DecoderConfig, list[Weights], list[list[int]], int]:
-    """Train, and return the policies after the first and the second epoch, the prompts, and the end token."""
+def policies(folder: Path, quick: bool) -> tuple[DecoderConfig, list[Weights], list[list[int]], int, str]:
+    """Train, and return the policies after the first and the second epoch, the prompts, the end token, and the folder
+    of the drafting model."""
     prompts, steps = (8, 2) if quick else (16, 4)
     more: dict[str, Any] = {"live": False, "train": {"threads": 1}, "optimizer": {"name": "muon", "lr": 3e-4}}
     shape = {"family": "qwen3", "hidden": 96, "layers": 3, "heads": 4, "context": CONTEXT}
-    base = tilth.train(
-        "sorting", flow="sft", name="sft", model=shape, keys={"data.digits": 2, "data.length": LENGTH},
-        supervised={"steps": 20 if quick else 250, "batch": 64, "lr": 2e-3, "check_every": 1000},
-        run={"dir": str(folder), "eval_prompts": 8}, rollout={"max_tokens": 24}, **more,
+    base, small = (
+        tilth.train(
+            "sorting", flow="sft", name=name, model={**shape, **other}, keys={"data.digits": 2, "data.length": LENGTH},
+            supervised={"steps": 20 if quick else 250, "batch": 64, "lr": 2e-3, "check_every": 1000},
+            run={"dir": str(folder), "eval_prompts": 8}, rollout={"max_tokens": 24}, **more,
+        )
+        for name, other in (("sft", {}), ("small", {"hidden": 32, "layers": 1}))
     )  # fmt: skip
     given = records(prompts * steps)
     found = tilth.train(
@@ -88,7 +97,7 @@ def policies(folder: Path, quick: bool) -> tuple[DecoderConfig, list[Weights], l
     assert tokenizer is not None
     texts = [tokenizer.encode(record["prompt"]) for record in given]
     weights = [{name: model.tensors[name].float() for name in model.tensors} for model in models]
-    return models[0].config, weights, texts, tokenizer.eos_id
+    return models[0].config, weights, texts, tokenizer.eos_id, str(small.directory)
 
 
 def requests(prompts: Sequence[Sequence[int]], epoch: int, params: SamplingParams) -> list[Request]:
@@ -97,9 +106,13 @@ def requests(prompts: Sequence[Sequence[int]], epoch: int, params: SamplingParam
     return [Request(first + i, prompts[i // GROUP], params) for i in range(len(prompts) * GROUP)]
 
 
-def engine(config: DecoderConfig, rows: int, dtype: torch.dtype, how: str, parity: bool = False) -> Engine:
-    """An engine, plain or with drafts."""
-    drafts: dict[str, Any] = {"draft": DraftConfig(apart=how == "apart"), "branches": how == "tree"}
+def engine(
+    config: DecoderConfig, rows: int, dtype: torch.dtype, how: str, parity: bool = False, path: str = ""
+) -> Engine:
+    """An engine, plain or with drafts. path: of a drafting model."""
+    drafts: dict[str, Any] = {"draft": DraftConfig(apart="apart" in how), "branches": how == "tree"}
+    if path:
+        drafts["drafter"] = partial(model_drafter, path, dtype=dtype, device="cpu", tokens=DraftConfig().tokens)
     drafts = {} if how == "plain" else drafts
     return Engine(config, EngineOptions(max_rows=rows, dtype=dtype, parity=parity, max_length=CONTEXT * 4, **drafts))
 
@@ -182,22 +195,23 @@ def check_parity(
 
 def grpo(folder: Path, quick: bool) -> list[Row]:
     """Rows of the case "grpo", after the check of parity."""
-    config, weights, prompts, end = policies(folder, quick)
+    config, weights, prompts, end, small = policies(folder, quick)
     params = SamplingParams(max_tokens=24, stop_tokens=(end,))
     rows = [check_parity(config, weights, prompts, params, 256 if quick else 10_240)]
     print(rows[0], flush=True)
     for name, dtype in DTYPES.items():
-        for width in (8,) if quick else (8, 64):
+        for width, path in product((8,) if quick else (8, 64), ("", small)):
 
-            def made(how: str, width: int = width, dtype: torch.dtype = dtype) -> tuple[Engine, Play]:
-                one = engine(config, width, dtype, how)
+            def made(how: str, width: int = width, dtype: torch.dtype = dtype, path: str = path) -> tuple[Engine, Play]:
+                one = engine(config, width, dtype, how, path=path)
                 if how != "plain":  # a plain engine keeps nothing of an epoch
                     one.update_weights(weights[0], version=0)
                     one.generate(requests(prompts, 0, params))
                 one.update_weights(weights[1], version=1)
                 return one, lambda: one.generate(requests(prompts, 1, params))
 
-            rows.append({"case": "grpo", "dtype": name, "rows": width, **timed(made, CONTENDERS, 1 if quick else 2)})
+            found = timed(made, MODELS if path else CONTENDERS, 1 if quick else 2)
+            rows.append({"case": "model" if path else "grpo", "dtype": name, "rows": width, **found})
             print(rows[-1], flush=True)
     rows.append({"case": "ahead", "dtype": "fp32", "rows": 8, **run_ahead(config, weights[0], prompts, params, quick)})
     print(rows[-1], flush=True)

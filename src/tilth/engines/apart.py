@@ -103,7 +103,7 @@ class _Row:
     """A completion in flight, for a process that begins anew."""
 
     prompt: np.ndarray
-    said: np.ndarray
+    said: list[np.ndarray]
     drawn: Drawn
     asked: int = -1
     """Round in which its next draft is made; -1: in none."""
@@ -145,13 +145,14 @@ class ApartDrafter(Drafter):
         return None if self._child is None else self._child.pid
 
     def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray, drawn: Drawn = USUAL) -> None:
-        self._rows[row] = _Row(prompt, completion, drawn)
+        self._rows[row] = _Row(prompt, [completion], drawn)
         self._tell("begin", row, prompt, completion, drawn)
 
     def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
         for number, tokens in zip(rows, said, strict=True):
             row = self._rows[number]
-            self._rows[number] = _Row(row.prompt, np.concatenate([row.said, tokens]), row.drawn)
+            row.said.append(tokens)
+            row.asked, row.draft = -1, None
         self._tell("accept", rows, said)
 
     def forget(self, row: int) -> None:
@@ -245,7 +246,7 @@ class ApartDrafter(Drafter):
         self._child, self._late = self._pool.start(), True
         for number, row in self._rows.items():
             row.asked, row.draft = -1, None
-            self._tell("begin", number, row.prompt, row.said, row.drawn)
+            self._tell("begin", number, row.prompt, np.concatenate(row.said), row.drawn)
         self._ask([], [], 0.0)
 
 
