@@ -21,7 +21,7 @@ from tilth.config.schema import DraftConfig
 from tilth.core.layout import Mesh
 from tilth.engines import apart
 from tilth.engines import draft as drafting
-from tilth.engines.apart import ApartDrafter, Turn, taken
+from tilth.engines.apart import ApartDrafter, DraftTurn, taken
 from tilth.engines.drafter import Draft, DraftError
 from tilth.engines.lockstep import check_divided
 from tilth.engines.protocol import EngineError
@@ -196,15 +196,15 @@ def test_a_row_that_begins_again_has_no_open_draft():
 
 
 def test_a_turn_tells_what_was_said_and_asks():
-    reply = taken(drafter_of(0, [1, 2, 1]), Turn(3, [("accept", ([0], [np.array([2])]))], [0], [2], 0.001))
+    reply = taken(drafter_of(0, [1, 2, 1]), DraftTurn(3, [("accept", ([0], [np.array([2])]))], [0], [2], 0.001))
     assert reply == (3, [Draft([1, 2], [0, 1])])
 
 
 def test_an_error_of_the_drafter_reaches_the_engine():
-    drafter, counts = ApartDrafter(partial(SuffixDrafter, 4), Stats), Turn(0, [], [], [], 0.0)
+    drafter, counts = ApartDrafter(partial(SuffixDrafter, 4), Stats), DraftTurn(0, [], [], [], 0.0)
     inner = drafter_of(0, [1, 2, 1])
     inner.propose([0], [1], 0.001)
-    number, error = pickle.loads(pickle.dumps(taken(inner, Turn(0, [], [0], [1], 0.001))))
+    number, error = pickle.loads(pickle.dumps(taken(inner, DraftTurn(0, [], [0], [1], 0.001))))
     with raises(DraftError, "draft.open"):
         drafter._take(counts, number, error)
     drafter._pool.close()
@@ -231,7 +231,7 @@ def test_rounds_and_verdicts_are_checked():
     drafter = ApartDrafter(partial(SuffixDrafter, 4), Stats)
     up(drafter)
     with raises(DraftError, "draft.round"):
-        drafter._take(Turn(4, [], [], [], 0.0), 5, [])
+        drafter._take(DraftTurn(4, [], [], [], 0.0), 5, [])
     drafter.begin(0, np.array([9]), np.array([1, 2, 1]))
     drafter.expect([0], [2], 0.001)
     with raises(DraftError, "draft.open"):

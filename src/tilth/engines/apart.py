@@ -36,7 +36,7 @@ RESTARTS = RestartPolicy(fruitless=3)
 """A process that is lost is replaced three times in a row without a draft in between."""
 
 
-class Turn(NamedTuple):
+class DraftTurn(NamedTuple):
     """Work of a drafter for a round: calls of its methods, in order, then ``propose``. Its reply is the round's number
     with the drafts, or with a TilthError."""
 
@@ -69,7 +69,7 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
             replies.flush()
 
 
-def taken(drafter: Drafter, turn: Turn) -> tuple[int, list[Draft] | TilthError]:
+def taken(drafter: Drafter, turn: DraftTurn) -> tuple[int, list[Draft] | TilthError]:
     """Return the reply to a turn."""
     try:
         for name, arguments in turn.calls:
@@ -84,10 +84,10 @@ class DrafterProcess(PipedChild):
 
     def __init__(self, greeting: bytes, output: int | None) -> None:
         super().__init__("tilth.engines.apart:main", [], greeting, output)
-        self.turns = deque[tuple[Turn, float]]()
+        self.turns = deque[tuple[DraftTurn, float]]()
         """With the time (time.monotonic) at which each was sent."""
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: DraftTurn) -> None:
         """Send a turn."""
         self.turns.append((turn, time.monotonic()))
         self.send(pickle.dumps(turn, pickle.HIGHEST_PROTOCOL))
@@ -99,7 +99,7 @@ class DrafterProcess(PipedChild):
 
 
 @dataclass(slots=True)
-class _Row:
+class _KnownRow:
     """A completion in flight, for a process that begins anew."""
 
     prompt: np.ndarray
@@ -124,7 +124,7 @@ class ApartDrafter(Drafter):
         """make: makes the drafter; pickled. counts: returns the engine's counts, in which it counts."""
         self._pool = ChildPool(partial(DrafterProcess, pickle.dumps(make)))
         self._counts = counts
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _KnownRow] = {}
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
         """What the process has not been told."""
         self._round = self._fruitless = 0
@@ -145,7 +145,7 @@ class ApartDrafter(Drafter):
         return None if self._child is None else self._child.pid
 
     def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray, drawn: Drawn = USUAL) -> None:
-        self._rows[row] = _Row(prompt, [completion], drawn)
+        self._rows[row] = _KnownRow(prompt, [completion], drawn)
         self._tell("begin", row, prompt, completion, drawn)
 
     def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
@@ -194,10 +194,10 @@ class ApartDrafter(Drafter):
                 )
             self._rows[row].asked = self._round
         calls, self._calls = self._calls, []
-        self._child.take(Turn(self._round, calls, list(rows), list(budget), least))
+        self._child.take(DraftTurn(self._round, calls, list(rows), list(budget), least))
         self._round += 1
 
-    def _wait(self, rows: Sequence[_Row]) -> None:
+    def _wait(self, rows: Sequence[_KnownRow]) -> None:
         """Wait for the drafts of rows that were asked for; ``_late`` if they do not come in time."""
         until = time.monotonic() + PATIENCE
         while not self._late and any(row.draft is None for row in rows):
@@ -218,7 +218,7 @@ class ApartDrafter(Drafter):
         if not alive or child.silent:
             self._lose(child)
 
-    def _take(self, turn: Turn, round: int, found: list[Draft] | TilthError) -> None:
+    def _take(self, turn: DraftTurn, round: int, found: list[Draft] | TilthError) -> None:
         """Keep the drafts of rows that wait for those of this round. Raises the drafter's error."""
         if isinstance(found, TilthError):
             raise found

@@ -32,7 +32,7 @@ PAUSE = 16
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class _Chain:
     """A completion in flight, and what the model has drawn behind it."""
 
     request: Request
@@ -63,7 +63,7 @@ class ModelDrafter(Drafter):
         made.load_(weights)
         self._runner = Runner(made.model, False, False, self.device)
         self._slab = KVCache(config, dtype, self.device, latent=True)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _Chain] = {}
         self._free = list[int]()
         """Rows of the cache."""
         self._hits, self._tries = 1.0, 2.0
@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
                 self._move(known, said)
             return
         params = SamplingParams(1, drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p)
-        self._rows[row] = _Row(Request(row, text[:1], params, draws=drawn.stream), self._slot(), text)
+        self._rows[row] = _Chain(Request(row, text[:1], params, draws=drawn.stream), self._slot(), text)
 
     def _slot(self) -> int:
         if not self._free:
@@ -99,7 +99,7 @@ class ModelDrafter(Drafter):
             self._extend(short)
         return [Draft(self._rows[n].chain[:most], range(most)) for n, most in wanted.items()]
 
-    def _worth(self, row: _Row, least: float) -> int:
+    def _worth(self, row: _Chain, least: float) -> int:
         """Return the length of a chain whose last token has this chance; 1 now and then if none has, to measure."""
         length = math.inf if least <= 0 else math.log(least) / math.log(min(self._hits / self._tries, 0.999))
         if length >= 1:
@@ -107,7 +107,7 @@ class ModelDrafter(Drafter):
         row.left = row.left - 1 if row.left else PAUSE
         return int(row.left == PAUSE)
 
-    def _room(self, row: _Row) -> int:
+    def _room(self, row: _Chain) -> int:
         return max(0, self.config.max_positions - len(row.text))
 
     def grow(self) -> bool:
@@ -121,7 +121,7 @@ class ModelDrafter(Drafter):
         return bool(short)
 
     @torch.inference_mode()
-    def _extend(self, rows: Sequence[_Row]) -> None:
+    def _extend(self, rows: Sequence[_Chain]) -> None:
         """Draw a token behind text and chain of each row, or compute tokens before it that the model has not seen."""
         pending = [(row.text + row.chain)[row.computed : row.computed + WIDTH] for row in rows]
         whole = [row.computed + len(some) == len(row.text) + len(row.chain) for row, some in zip(rows, pending)]
@@ -141,7 +141,7 @@ class ModelDrafter(Drafter):
             last = torch.from_numpy(np.searchsorted(there, [at for _, at in done])).to(self.device)
             self._draw([row for row, _ in done], self._runner.model.logits(hidden[last]))
 
-    def _draw(self, rows: Sequence[_Row], logits: Tensor) -> None:
+    def _draw(self, rows: Sequence[_Chain], logits: Tensor) -> None:
         requests = [row.request for row in rows]
         numbers = draws(0, requests, [len(row.text) + len(row.chain) for row in rows], 1)[:, 0]
         rules = Rules.of([request.params for request in requests], self.device)
@@ -165,7 +165,7 @@ class ModelDrafter(Drafter):
             row.drafted = -1
             self._move(row, right)
 
-    def _move(self, row: _Row, said: list[int]) -> None:
+    def _move(self, row: _Chain, said: list[int]) -> None:
         """Append what a row has said; of the chain stays what follows it."""
         stands = _common(row.chain, said)
         row.computed = min(row.computed, len(row.text) + stands)

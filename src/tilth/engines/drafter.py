@@ -21,7 +21,7 @@ class Draft(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """How the tokens of a row are drawn: from which random numbers (``Request.draws``), by which rules."""
+    """Random numbers (``Request.draws``) and rules by which the tokens of a row are drawn."""
 
     stream: tuple[int, int] = (0, 0)
     temperature: float = 1.0
