@@ -243,6 +243,13 @@ def test_what_does_not_fit_the_context_is_named_with_its_side():
         check_pairs(prompts, template, 40)
 
 
+def test_of_many_pairs_those_with_the_longest_answer_are_checked(monkeypatch):
+    monkeypatch.setattr("tilth.data.examples._CHECKED", 1)
+    long, short = {**ONE, "prompt": "Why" * 9}, {**ONE, "prompt": "?"}
+    prompts = PromptSet(pair_records([long, {**ONE, "rejected": "No. " * 15}, short]))
+    assert check_pairs(prompts, make_template("", Tokenizer.characters(prompts.alphabet())), 99) == 67
+
+
 def test_a_prompt_without_tokens_is_named(monkeypatch, tmp_path):
     template = make_template("", spaceless_tokenizer(tmp_path, "yesnow"))
     answers = {"chosen": "yes", "rejected": "no"}

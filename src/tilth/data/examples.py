@@ -58,7 +58,7 @@ def check_examples(prompts: PromptSet, template: Template, context: int) -> int:
 def checked_prompts(prompts: PromptSet, answers: bool = False) -> list[Prompt]:
     """Return the prompts to tokenise before a run starts: all, or the longest 20,000 and the shortest.
 
-    answers: measure a record's prompt with its answer.
+    answers: measure a record's prompt with its answer, the longest one of pairs.
     """
     if len(prompts) <= _CHECKED:
         return list(prompts)

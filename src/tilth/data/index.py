@@ -72,7 +72,7 @@ class Index:
 
     @property
     def wholes(self) -> np.ndarray:
-        """int64 [n]: bytes of the text with its answer."""
+        """int64 [n]: bytes of the text with its answer, of pairs the longest one."""
         return self._columns[2]
 
     @property
@@ -101,11 +101,13 @@ class Indexer:
         text, answer, whole, key = p.text.encode(), (p.answer or "").encode(), p.whole.encode(), p.key
         self._crcs.append(zlib.crc32(text if key is p.text else key.encode()))
         self._sizes.append(len(text))
-        self._wholes.append(len(whole) or len(text) + len(answer))
         self._texts += (text, answer) if whole == text else (text, answer, whole)
+        longest = len(answer)
         if p.pairs:
-            self._texts += (side.encode() for pair in p.pairs for side in pair[:2])
-            self._pairs = True
+            sides = [side.encode() for pair in p.pairs for side in pair[:2]]
+            longest, self._pairs = max(map(len, sides)), True
+            self._texts += sides
+        self._wholes.append(len(whole) or len(text) + longest)
         self._media |= bool(p.media)
         content = [p.text, p.info, *([p.answer, p.messages] if p.messages else ()), *p.media]
         self._contents.append(_digest(content))

@@ -237,11 +237,12 @@ def _check_margin_spelling(record: Mapping[str, Any], where: str, columns: Colum
 
 
 def check_pairs(prompts: PromptSet, template: Template, context: int) -> int:
-    """Return the tokens of the longest answer with its prompt, from the longest 20,000 prompts and the shortest.
+    """Return the tokens of the longest answer with its prompt, from the 20,000 prompts that are longest with their
+    longest answer, and the shortest.
 
     Raises the errors of ``encode_pairs``, and for a set without prompts.
     """
-    indices = [prompt.index for prompt in checked_prompts(prompts)]
+    indices = [prompt.index for prompt in checked_prompts(prompts, answers=True)]
     chunks = (indices[start : start + _TOGETHER] for start in range(0, len(indices), _TOGETHER))
     encoded = (one for chunk in chunks for one in encode_pairs(prompts, chunk, template, context))
     return max((max(len(one.chosen.tokens), len(one.rejected.tokens)) for one in encoded), default=0)

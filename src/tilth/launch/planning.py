@@ -18,8 +18,8 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import host_memory
 from tilth.data.documents import piece_lengths
-from tilth.data.examples import encode_pairs
-from tilth.data.pairs import recipe_prompts
+from tilth.data.examples import check_examples, encode_pairs
+from tilth.data.pairs import check_pairs, recipe_prompts
 from tilth.data.prompts import PromptSet
 from tilth.data.records import wholes_of
 from tilth.data.template import data_template
@@ -117,8 +117,10 @@ def sequence_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray
     """Return the tokens of some of the sequences that a flow learns from, int64 [n], in the order of their data, the
     longest text among them; None if there are none.
 
-    What a policy samples is taken at its longest, an episode as long as the context. A tokenizer that the run trains
-    is trained on these texts alone here. Raises ``DataError`` for a prompt that makes no sequence.
+    Where a rank does not hold one of given answers or pairs, the longest sequence of all, which the run's own check
+    finds before it starts, comes last if it is longer. What a policy samples is taken at its longest, an episode as
+    long as the context. A tokenizer that the run trains is trained on these texts alone here. Raises ``DataError`` for
+    a prompt that makes no sequence.
     """
     loaded = described_model(recipe.model.path) if recipe.model.path else None
     trained, context = recipe.data.tokenizer.startswith("bpe:"), recipe.model.context
@@ -136,14 +138,20 @@ def sequence_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray
     template = data_template(recipe.data, tokenizer, (), prompts.starts)
     if recipe.flow_spec.learns == "pairs":
         sides = [side for pair in encode_pairs(some, some.rows, template, context) for side in pair[2:]]
-        return np.array([len(side.tokens) for side in sides], np.int64)
-    if recipe.flow_spec.learns == "answers":
+        lengths, check = [len(side.tokens) for side in sides], check_pairs
+    elif recipe.flow_spec.learns == "answers":
         answered = [p for p in some if p.answer is not None]
-        return np.array([len(e.tokens) for e in template.examples(answered)], np.int64) if answered else None
-    if recipe.rollout.environment:
+        lengths, check = [len(e.tokens) for e in template.examples(answered)] if answered else [], check_examples
+    elif recipe.rollout.environment:
         return np.full(len(some), context)
-    asked = np.array([len(ids) for ids in template.prompts(list(some))], np.int64)
-    return np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
+    else:
+        asked = np.array([len(ids) for ids in template.prompts(list(some))], np.int64)
+        return np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
+    most = max(lengths, default=0)
+    if len(some) < len(prompts) and most > recipe.train.micro_tokens:
+        longest = check(prompts, template, context)  # all ranks may be too few for it, and the run refuses that
+        lengths += [longest] * (longest > most)
+    return np.array(lengths, np.int64) if lengths else None
 
 
 def _places(count: int) -> np.ndarray:

@@ -57,7 +57,7 @@ class SearchInput:
     True if the run has engines. whole: no device may be left over. tried: False for a layout to leave out. costs:
     measured of the policy on one device, in place of the type's rate. lengths: tokens of some of the sequences that
     roles learn from, int64 [n], in the order of their data: times are those of steps of such sequences, and layouts
-    with hdp are tried too; None: all sequences are at their longest.
+    with hdp are tried too, which must hold the longest of them; None: all sequences are at their longest.
     """
 
     recipe: Recipe
@@ -472,9 +472,10 @@ def share_of(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shap
     if given.lengths is None or ROLES[role].mesh != "layout":
         return StepShare()
     rows, balance = work(recipe, role, placed.data_ranks, given.longest).rows, recipe.balance
-    flow = recipe.flow_spec
-    if mesh.units > 1 and (flow.learns == "documents" or flow.samples):  # a run checks the longest that there can be
-        ranks_held(np.array([given.longest]), recipe.train.micro_tokens, mesh.units)
+    if mesh.units > 1:  # a run checks the longest that there can be, of given answers the longest that there is
+        given_answers = recipe.flow_spec.learns in ("answers", "pairs")
+        longest = int(given.lengths.max()) if given_answers else given.longest
+        ranks_held(np.array([longest]), recipe.train.micro_tokens, mesh.units)
     key = id(shape), rows, mesh.count("rows"), mesh.units, mesh.count("layers"), balance
     if key not in given.shares:
         of_rows: RowCosts = partial(_flops, shape)
