@@ -171,6 +171,9 @@ def test_few_records_stay_in_memory(tmp_path, monkeypatch):
     monkeypatch.undo()
     prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_prompts]), home=Home(str(tmp_path)))
     assert not prompts.source.on_demand and not (tmp_path / ".cache").exists()
+    sent = pickle.dumps(prompts)  # by value: the file may be gone, and what reads it is not imported
+    (tmp_path / "d.jsonl").unlink()
+    assert whole(pickle.loads(sent)) == whole(prompts)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

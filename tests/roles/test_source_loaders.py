@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tilth.config.schema import DataConfig, MixtureSource
 from tilth.core.errors import DataError
+from tilth.data import index as kept_index
+from tilth.data.origin import Home
 from tilth.data.pairs import load_pairs
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.records import Joined
@@ -357,10 +359,16 @@ def test_a_source_is_opened_when_its_first_sample_is_due_and_once(tmp_path):
     assert opened.prompt(1).text == "1+1=" and told == ["opening", "opened"] * 2
 
 
-def test_a_loader_imports_what_makes_samples_and_nothing_that_reads_files():
+@pytest.mark.parametrize("kept", ["in memory", "in the cache"])
+def test_a_loader_imports_what_makes_samples_and_nothing_that_reads_files(tmp_path, monkeypatch, kept):
+    if kept == "in the cache":
+        monkeypatch.setattr(kept_index, "IN_MEMORY", 0)
+    made = load_source(DataConfig(source=write(tmp_path / "a.jsonl", sums(0, 5))), home=Home(str(tmp_path))).source
+    (tmp_path / "sent").write_bytes(pickle.dumps(made))
     unused = ("torch", "transformers", "pydantic", "pyarrow", "tilth.data.formats")
-    line = f"import sys, tilth.roles.source_loader; sys.exit(str([n for n in {unused} if n in sys.modules] or ''))"
-    found = subprocess.run([sys.executable, "-c", line], stderr=subprocess.PIPE, text=True)
+    line = "import pickle, sys, tilth.roles.source_loader; pickle.load(open(sys.argv[1], 'rb')).prompt(0); "
+    line += f"sys.exit(str([n for n in {unused} if n in sys.modules] or ''))"
+    found = subprocess.run([sys.executable, "-c", line, str(tmp_path / "sent")], stderr=subprocess.PIPE, text=True)
     assert found.stderr.strip() == ""
 
 

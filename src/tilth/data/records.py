@@ -34,8 +34,9 @@ _SAMPLE = np.uint32(0x9E3779B9)
 class Records(Computed):
     """Prompts of one source: in memory, or read on demand.
 
-    Those of files are pickled as what reads them and their fingerprint, and read again on unpickling: ``DataError`` if
-    the files differ there. Of those in a file of the cache that file is opened, where it is as it was.
+    Few (``index.IN_MEMORY``) and those by value are pickled themselves. Others of files are pickled as what reads them
+    and their fingerprint, and read again on unpickling: ``DataError`` if the files differ there. Of those in a file of
+    the cache that file is opened, where it is as it was.
     """
 
     def __init__(

@@ -99,8 +99,10 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
         found = Records(prompts, indexer.done(material.left))
     elif files:
         how: dict[str, Any] = {"sources": len(origin.data.sources), "digests": digests}
-        prompts, index = keep(coming, origin.entry(read.__name__), material.left, **how)
-        found = Records(prompts, index, (read, origin))
+        entry = origin.entry(read.__name__)
+        prompts, index = keep(coming, entry, material.left, **how)
+        few = entry is not None and isinstance(prompts, list)  # a process that gets them imports nothing that reads
+        found = Records(prompts, index, None if few else (read, origin))
     else:
         held = list(coming)
         found = Records(held, media=any(p.media for p in held), left=material.left)
