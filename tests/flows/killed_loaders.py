@@ -40,10 +40,10 @@ def made(folder, **data):
     return recipe(folder, parts, **WORKERS, supervised={"steps": STEPS}, run=run, data=data)
 
 
-def loaders_here(**how):
-    """Loader processes that run below this one. how: of ``psutil``."""
+def loaders_here(pid=None, **how):
+    """Loader processes that run below this process, or below another one. how: of ``psutil``."""
     found = []
-    for process in psutil.Process().children(**how):
+    for process in psutil.Process(pid).children(**how):
         with suppress(psutil.NoSuchProcess):  # or a zombie, which is one
             if "tilth.roles.source_loader:main" in " ".join(process.cmdline()):
                 found.append(process)

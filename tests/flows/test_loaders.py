@@ -12,16 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.cluster.backends.test_ray import running
 from tests.errors import raises
 from tests.flows import killed_loaders, tiny
-from tests.flows.killed_loaders import loaders_here
+from tests.flows.killed_loaders import WORKERS, loaders_here
 from tests.flows.stand_ins import sampler
 from tests.flows.test_mixture import recipe
 from tests.flows.tiny import write
+from tests.roles.test_source_loaders import until
 from tilth.config.schema import MixtureSource
 from tilth.core.errors import DataError, RecipeError
 from tilth.core.random import stream
 from tilth.data.mixture import Mixture
+from tilth.flows.run import Run
 from tilth.roles.loader import PromptLoader
 from tilth.runs.loaders import read_plans
 from tilth.runs.readers import read_metrics
@@ -178,6 +181,43 @@ def test_each_sample_comes_once_through_kills_a_resume_and_another_number_of_loa
     assert tiny.weights(cut.directory) == tiny.weights(whole)
     assert tiny.same(tiny.numbers(cut.directory), tiny.numbers(whole))
     assert [plan.most for plan in read_plans(cut.directory)] == [1, 2]
+
+
+class KillOfAWorker(tiny.Recorder):
+    """Kills a loader of a worker behind step 3."""
+
+    def on_step_end(self, run, step, metrics):
+        if step == 3:
+            backend = run.policy._dispatch.backend
+            found = [one for rank in range(2) for one in loaders_here(backend.probe(rank).pid, recursive=True)]
+            self.loaders = [process.pid for process in found]
+            os.kill(self.loaders[0], signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.dist
+def test_loaders_below_workers_of_ray_give_the_samples_of_local_ones(tmp_path, parts, ray_here, monkeypatch):
+    consumed, whole = [], Run._given
+
+    def given(self, kind, count):
+        for batch in whole(self, kind, count):
+            consumed.append(batch["prompt"].tolist())
+            yield batch
+
+    monkeypatch.setattr(Run, "_given", given)
+    runs = []
+    for backend in ("local", "ray"):
+        workers = {**WORKERS, "cluster": {"backend": backend, "workers": 2}}
+        made = recipe(tmp_path / backend, parts, **workers, data={"loaders": 2, "shadows": 1})
+        kill = KillOfAWorker()
+        runs.append(tiny.run(made, reward=None, callbacks=[kill]).directory)
+        assert len(kill.loaders) == 4
+        until(lambda kill=kill: not any(map(running, kill.loaders)))
+    local, ray = runs
+    assert consumed == 2 * order_of(made, 8)
+    assert tiny.weights(ray) == tiny.weights(local)
+    assert tiny.same(tiny.numbers(ray), tiny.numbers(local))
 
 
 # ---- refused by name ----
