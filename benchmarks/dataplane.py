@@ -14,9 +14,11 @@ samples for a processor second of all processes behind the first batch; first: s
 with what a first pass keeps on disk (offsets, or the index), and processor seconds of all processes in them; stall:
 mean wait of a rank for the batch of a step.
 
-large: mixture of one source of more than the memory that loading takes. schedule: tilth alone, a source whose weight
-rises; loaders planned from the steps ahead, or from the step before. lost: tilth alone, a loader is killed, with a
-shadow and without. stall there: sum over the steps.
+large: mixture of one source larger than the limit of memory: data segments of a rank, and of what it forks, may grow by
+``LIMIT`` MB after its imports; a loader process of tilth has as much in all. schedule: tilth alone, a source whose
+weight rises; loaders planned from the steps ahead, or from the step before; stall: sum over the steps. lost: tilth
+alone, a loader is killed as soon as it is asked for the samples of the next step, with a shadow and without; stall:
+mean over the kills. In these two loaders are slow to start: they import a plugin that imports torch.
 """
 
 import json
@@ -65,6 +67,10 @@ AHEAD = 8
 """Steps that a plan of loaders sees."""
 STEP = 0.1
 """Seconds that a rank sleeps in a step."""
+LIMIT = 128
+"""MB of data that a process may have beside its imports where the source is larger."""
+KILLED = (3, 5, 7)
+"""Steps whose samples a loader is asked for when it is killed."""
 WAIT = 240.0
 """Seconds after which a rank is lost."""
 
@@ -167,6 +173,7 @@ def started(contender: str, sources: Sources, ranks: int, **more: Any) -> Iterat
         "steps": len(sources.order),
         "workers": PROCESSES if contender == "tilth" else 1,
         "ahead": 4,
+        "limit_mb": 0,
         "kept": False,
         "step_s": STEP,
         **more,
@@ -251,37 +258,49 @@ def equal(figures: dict[str, Figures], sources: Sources) -> None:
         assert all(other == first for other in found.values()), f"step {step}: tokens differ"
 
 
-def compared(case: str, sources: Sources, ranks: int, contenders: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each contender: the first batch of a cold pass, then a pass with what that has kept on disk."""
+def compared(
+    case: str, sources: Sources, ranks: int, contenders: Sequence[str], limit: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each contender: the first batch of a cold pass, then a pass with what that has kept on disk,
+    within a limit of memory in MB."""
     figures, cold = dict[str, Figures](), dict[str, float]()
     for name in contenders:
         with started(name, sources, ranks, steps=1) as made:
             made.hear()
             made.tell()
             cold[name] = max(one["first"] for one in made.hear())
-        figures[name] = measured(name, sources, ranks, kept=True)
+        figures[name] = measured(name, sources, ranks, kept=True, limit_mb=limit)
     equal(figures, sources)
     size = sum(Path(file).stat().st_size for file in sources.files) / 1e6
     kind = Path(sources.files[0]).suffix[1:]
     for name, one in figures.items():
         row = {"case": case, "contender": name, "format": kind, "sources": len(sources.files), "ranks": ranks}
-        yield row | {"source_mb": size, **one.row, "first_cold_s": cold[name]}
+        yield row | {"source_mb": size, "limit_mb": limit, **one.row, "first_cold_s": cold[name]}
 
 
 # ---- tilth alone ----
 
 
 def alone(sources: Sources, plan: list[dict[str, float]], shadows: int = 0) -> SourceLoaders:
-    """Start loaders in this process, as the first rank does."""
+    """Start loaders in this process, as the first rank does; each imports a plugin that imports torch."""
+    slow = sources.folder / "slow.py"
+    slow.write_text("import torch\n")
     parts = tuple(MixtureSource(name=Path(file).stem, source=file) for file in sources.files)
     data = DataConfig(source="", mixture=parts)
     opened = parts_of(load_source(data, home=Home(str(sources.folder / "runs"))).source)
-    settings = LoaderSettings(template_names(data), Tokenizer.load(Path(sources.tokenizer)), 4096)
+    tokenizer = Tokenizer.load(Path(sources.tokenizer))
+    settings = LoaderSettings(template_names(data), tokenizer, 4096, plugins=(str(slow),))
     return SourceLoaders(dict(zip([part.name for part in parts], opened)), settings, plan, shadows=shadows)
 
 
-def walk(loaders: SourceLoaders, order: np.ndarray, act: Callable[[int], None]) -> list[float]:
-    """Take all steps, a step ahead; return the seconds that each waited. act: called before a step."""
+def walk(
+    loaders: SourceLoaders,
+    order: np.ndarray,
+    act: Callable[[int], None],
+    asked: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """Take all steps, a step ahead; return the seconds that each waited. act: called before a step; asked: once its
+    samples are asked for."""
     stalls = []
     for step, rows in enumerate(order):
         act(step)
@@ -289,6 +308,7 @@ def walk(loaders: SourceLoaders, order: np.ndarray, act: Callable[[int], None]) 
         loaders.take("examples", rows.tolist())
         stalls.append(time.perf_counter() - began)
         loaders.ask("examples", order[step + 1 : step + 2].ravel().tolist())
+        asked(step + 1)
         time.sleep(STEP * 3)
     return stalls
 
@@ -339,26 +359,40 @@ def scheduled(sources: Sources, steps: int) -> Iterator[dict[str, Any]]:
         yield {"case": "schedule", "contender": f"tilth, {name}", **followed(sources, steps, seen)}
 
 
-def after_a_kill(sources: Sources, steps: int, shadows: int) -> list[float]:
-    """Return the stalls of steps; half way a loader is killed while it has a step to make."""
+def settle(loaders: SourceLoaders) -> None:
+    """Wait until no loader computes: all have started and made what they were asked for."""
+    before, now = -1.0, 0.0
+    while now > before:
+        before = now
+        time.sleep(2.0)
+        now = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in loaders.pids())
+
+
+def after_kills(sources: Sources, shadows: int) -> np.ndarray:
+    """Return the stalls of steps, float64 [steps], of which those in ``KILLED`` have lost their loader."""
     loaders = alone(sources, [{Path(file).stem: 1.0 for file in sources.files}], shadows)
 
+    def ready(step: int) -> None:
+        if step + 1 in KILLED:
+            settle(loaders)
+
     def kill(step: int) -> None:
-        if step == steps // 2:
+        if step in KILLED:
             os.kill(loaders.pids()[0], signal.SIGKILL)
 
     try:
-        return walk(loaders, sources.order[:steps], kill)
+        return np.array(walk(loaders, sources.order[: max(KILLED) + 2], ready, kill))
     finally:
         loaders.close()
 
 
-def lost(sources: Sources, steps: int) -> Iterator[dict[str, Any]]:
+def lost(sources: Sources) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of shadows."""
     for shadows in (0, 1):
-        stalls = after_a_kill(sources, steps, shadows)
-        row = {"case": "lost", "contender": "tilth", "shadows": shadows, "stall_s": stalls[steps // 2]}
-        yield row | {"usual_stall_s": float(np.median(stalls[1:]))}
+        stalls, own = after_kills(sources, shadows), list(KILLED)
+        usual = float(np.median(np.delete(stalls, [0, *own])))
+        row = {"case": "lost", "contender": "tilth", "shadows": shadows, "stall_s": stalls[own].mean()}
+        yield row | {"worst_stall_s": stalls[own].max(), "usual_stall_s": usual}
 
 
 def show(row: dict[str, Any]) -> None:
@@ -388,14 +422,14 @@ def main(options: Namespace) -> None:
         if "schedule" in chosen:
             add(scheduled(five, 8 if options.quick else 16))
         if "lost" in chosen:
-            add(lost(five, 6))
+            add(lost(five))
         if "mixture" in chosen:
             cases = [(5, 2, "jsonl")] if options.quick else FULL
             for count, ranks, kind in cases:
                 sources = make_sources(folder / f"{count}-{ranks}-{kind}", count, 200, steps, name, kind)
                 add(compared("mixture", sources, ranks, contenders))
         if "large" in chosen and not options.quick:
-            add(compared("large", make_sources(folder / "large", 1, LARGE, 5, name), 2, contenders))
+            add(compared("large", make_sources(folder / "large", 1, LARGE, 5, name), 2, contenders, LIMIT))
 
 
 FULL = [(300, 4, "parquet"), (300, 4, "jsonl"), (300, 2, "parquet"), (5, 4, "parquet"), (5, 2, "parquet")]

@@ -6,6 +6,7 @@ the memory of all processes can be read.
 
 import json
 import os
+import resource
 import socket
 import struct
 import sys
@@ -149,12 +150,24 @@ def shared_loaders(job: dict[str, Any]) -> Any:
     settings = LoaderSettings(template_names(data), Tokenizer.load(Path(job["tokenizer"])), CONTEXT)
     work = {name: float(source.wholes().mean()) for name, source in sources.items() if isinstance(source, Records)}
     made = SourceLoaders(sources, settings, place_loaders(dict.fromkeys(work, 1), work, job["workers"]))
+    if job["limit_mb"]:
+        while len(made.pids()) < len(made.plan):
+            time.sleep(0.001)
+        for pid in made.pids():
+            resource.prlimit(pid, resource.RLIMIT_DATA, (job["limit_mb"] << 20,) * 2)
     KEPT.append((made, prompts))
     return made
 
 
 KEPT: list[Any] = []
 """Loaders that live as long as the process."""
+
+
+def limit(more: int) -> None:
+    """Let this process, and what it forks, have at most so many MB of data more than it has now."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    has = int(next(line for line in status if line.startswith("VmData:")).split()[1]) >> 10
+    resource.setrlimit(resource.RLIMIT_DATA, (has + more << 20,) * 2)
 
 
 def send(peer: socket.socket, samples: list[Sample]) -> None:
@@ -202,6 +215,8 @@ def main() -> None:
         __import__(name)
     kind = None if job["contender"] == "tilth" else kind_of(job["contender"])
     torch.set_num_threads(1)
+    if job["limit_mb"]:
+        limit(job["limit_mb"])
     say({"imported": True})
     sys.stdin.readline()
     began = time.perf_counter()
