@@ -11,8 +11,9 @@ token, before a row is written. Texts have 40 to 1,280 words by source.
 
 Columns: memory: PSS of all processes at the last step; loading: without what the ranks have after their imports;
 samples for a processor second of all processes behind the first batch; first: seconds to the first batch, cold, and
-with what a first pass keeps on disk (offsets, or the index), and processor seconds of all processes in them; stall:
-mean wait of a rank for the batch of a step.
+with what a first pass keeps on disk (offsets, or the index), and processor seconds of all processes in them; alone:
+once more with the ranks, and what they start, before all other work of the machine (SCHED_RR); stall: mean wait of a
+rank for the batch of a step.
 
 large: mixture of one source larger than the limit of memory: data segments of a rank, and of what it forks, may grow by
 ``LIMIT`` MB after its imports; a loader process of tilth has as much in all. schedule: tilth alone, a source whose
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from os import SCHED_RR
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,19 @@ def measured(contender: str, sources: Sources, ranks: int, **more: Any) -> Figur
     return Figures(row, [[pair for one in own for pair in one] for own in seen])
 
 
+def first_batch(contender: str, sources: Sources, ranks: int, policy: int | None = None, **more: Any) -> float | None:
+    """Return the seconds to the first batch. policy: of scheduling the ranks; None if that is not permitted."""
+    with started(contender, sources, ranks, steps=1, **more) as made:
+        made.hear()
+        try:
+            for process in made.processes if policy is not None else ():
+                os.sched_setscheduler(process.pid, policy, os.sched_param(1))
+        except PermissionError:
+            return None
+        made.tell()
+        return max(float(one["first"]) for one in made.hear())
+
+
 def equal(figures: dict[str, Figures], sources: Sources) -> None:
     """Raise unless every contender gave each step's samples, in order, with the same tokens."""
     for step, rows in enumerate(sources.order):
@@ -263,19 +278,18 @@ def compared(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each contender: the first batch of a cold pass, then a pass with what that has kept on disk,
     within a limit of memory in MB."""
-    figures, cold = dict[str, Figures](), dict[str, float]()
+    figures, firsts = dict[str, Figures](), dict[str, dict[str, float | None]]()
     for name in contenders:
-        with started(name, sources, ranks, steps=1) as made:
-            made.hear()
-            made.tell()
-            cold[name] = max(one["first"] for one in made.hear())
+        cold = first_batch(name, sources, ranks)
         figures[name] = measured(name, sources, ranks, kept=True, limit_mb=limit)
+        quiet = first_batch(name, sources, ranks, SCHED_RR, kept=True, limit_mb=limit)
+        firsts[name] = {"first_cold_s": cold, "first_alone_s": quiet}
     equal(figures, sources)
     size = sum(Path(file).stat().st_size for file in sources.files) / 1e6
     kind = Path(sources.files[0]).suffix[1:]
     for name, one in figures.items():
         row = {"case": case, "contender": name, "format": kind, "sources": len(sources.files), "ranks": ranks}
-        yield row | {"source_mb": size, "limit_mb": limit, **one.row, "first_cold_s": cold[name]}
+        yield row | {"source_mb": size, "limit_mb": limit, **one.row, **firsts[name]}
 
 
 # ---- tilth alone ----

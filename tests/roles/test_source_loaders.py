@@ -365,7 +365,7 @@ def test_a_loader_imports_what_makes_samples_and_nothing_that_reads_files(tmp_pa
         monkeypatch.setattr(kept_index, "IN_MEMORY", 0)
     made = load_source(DataConfig(source=write(tmp_path / "a.jsonl", sums(0, 5))), home=Home(str(tmp_path))).source
     (tmp_path / "sent").write_bytes(pickle.dumps(made))
-    unused = ("torch", "transformers", "pydantic", "pyarrow", "tilth.data.formats")
+    unused = ("torch", "transformers", "pydantic", "pyarrow", "tilth.config.plugins", "tilth.data.formats")
     line = "import pickle, sys, tilth.roles.source_loader; pickle.load(open(sys.argv[1], 'rb')).prompt(0); "
     line += f"sys.exit(str([n for n in {unused} if n in sys.modules] or ''))"
     found = subprocess.run([sys.executable, "-c", line, str(tmp_path / "sent")], stderr=subprocess.PIPE, text=True)

@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tilth.config.imports import uncollected
-from tilth.config.plugins import load_plugins
 from tilth.core.errors import TilthError
 from tilth.data.computed import Source
 from tilth.data.records import Joined, PromptSet
@@ -121,7 +120,10 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
 def greeted(requests: BinaryIO) -> tuple[LoaderSettings, Places]:
     """Return what the parent sends first; the plugins are imported before what may need them."""
     plugins, body = pickle.loads(read_frame(requests) or b"")
-    load_plugins(plugins)
+    if plugins:
+        from tilth.config.plugins import load_plugins  # else a tenth of the start
+
+        load_plugins(plugins)
     found: tuple[LoaderSettings, Places] = pickle.loads(body)
     return found
 
