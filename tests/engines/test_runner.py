@@ -1,14 +1,11 @@
 """Compiled decode says the same, with one graph for all sizes; CUDA graphs likewise."""
 
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
 
 from tests.engines.reference import CONFIG, make_engine, make_model, make_requests, naive
 from tilth.engines.request import Request, SamplingParams
-from tilth.engines.runner import Graphs
 from tilth.models.config import DecoderConfig
 
 
@@ -81,46 +78,6 @@ def test_cuda_says_what_the_cpu_says(compile):
     assert torch.cuda.memory_allocated() < before
     engine.wake_up()
     assert engine.generate(requests[:3])[2].completion_length == 30
-
-
-def pretend_graphs(monkeypatch):
-    """Make CUDA graphs whose replay runs the captured step again, on its static buffers and the cache."""
-    step, steps = Graphs._step, []
-
-    class Graph:
-        def replay(self):
-            graphs, inputs, logits = self.captured
-            logits.copy_(step(graphs, *inputs))
-
-        def pool(self):
-            return None
-
-    @contextmanager
-    def capture(graph, **options):
-        yield
-        graph.captured = steps[-1]
-
-    def noted(graphs, *inputs):
-        steps.append((graphs, inputs, step(graphs, *inputs)))
-        return steps[-1][-1]
-
-    monkeypatch.setattr(Graphs, "_step", noted)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-
-def test_capturing_a_graph_leaves_the_cache_of_live_rows_alone(monkeypatch):
-    """The pass before a capture writes to the live cache: only what the replay writes too."""
-    pretend_graphs(monkeypatch)
-    model = make_model()
-    requests = make_requests(20, kinds=[SamplingParams(max_tokens=30)])
-    engine = make_engine(model)
-    engine._runner._graphs = Graphs(engine._runner)
-    for found, wanted in zip(engine.generate(requests), make_engine(model).generate(requests)):
-        assert found.tokens.tolist() == wanted.tokens.tolist()
-        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
-    assert engine._runner.compile_seconds > 0
 
 
 def test_parity_is_eager_whatever_is_asked():

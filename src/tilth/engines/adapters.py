@@ -13,11 +13,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilth.config.schema import LoraConfig
+from tilth.core.device import to_device
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.models.lora import LinearChange
 from tilth.models.moe import ExpertContext, MoE, Routing, RunExperts, combine_pairs, gather_pairs, sort_by_expert
@@ -258,13 +260,12 @@ class AdapterBank:
 
     def _group(self, adapters: Sequence[LoadedAdapter], rows: Sequence[Sequence[int]]) -> _RowGroup:
         most = max(map(len, rows))
-        source = torch.zeros(len(adapters), most, dtype=torch.int64)
+        source = np.zeros((len(adapters), most), np.int64)
         for own, some in zip(source, rows):
-            own[: len(some)] = torch.tensor(some)
-        real = [i * most + j for i, some in enumerate(rows) for j in range(len(some))]
-        device = self._sharded.device
-        every = source.flatten().to(device)
-        places = None if len(real) == len(every) else torch.tensor(real, device=device)
+            own[: len(some)] = some
+        real = np.flatnonzero(np.arange(most) < np.array([[len(some)] for some in rows]))
+        every, places = to_device([source.ravel(), real], self._sharded.device)
+        places = None if len(real) == source.size else places
         return _RowGroup(self._stacked(adapters), every, places, every if places is None else every[places])
 
     def _stacked(self, adapters: Sequence[LoadedAdapter]) -> Halves:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.core.device import to_device
 from tilth.models.attention import matmul_attention
 
 
@@ -40,7 +41,7 @@ class Branches(NamedTuple):
             follows[:, place] |= follows[each, parents[:, place - 1]]
         depth = follows.sum(2) - 1
         aside = np.stack(np.nonzero(there & (depth != np.arange(width))))
-        return cls(*(torch.from_numpy(some).to(device) for some in (depth, follows, aside)))
+        return cls(*to_device([depth, follows, aside], device))
 
     def hidden(self, start: Tensor, length: int, window: int | None) -> Tensor:
         """Return bool [B, width, length], True where a token does not see a slot. start: int64 [B], slot of each row's

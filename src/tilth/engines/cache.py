@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilth.core.device import to_device
 from tilth.engines.branches import Branches
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
@@ -114,8 +115,9 @@ class KVCache:
 
     def move(self, row: int, slots: np.ndarray, to: int) -> None:
         """Copy tokens of a row from these slots to those from ``to`` on."""
+        (index,) = to_device([slots], self._device)
         for tensor in self.tensors:
-            tensor[row, :, to : to + len(slots)] = tensor[row, :, torch.from_numpy(slots).to(tensor.device)]
+            tensor[row, :, to : to + len(slots)] = tensor[row, :, index]
 
     def copy(self, to: Sequence[int], source: "KVCache", rows: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of ``rows`` of a cache (also this one, if disjoint) to rows ``to``."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilth.config.schema import DraftConfig, LoraConfig
 from tilth.core.checksum import checksum
+from tilth.core.device import to_device
 from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.trajectory import Finish, Trajectory
@@ -26,8 +27,8 @@ from tilth.engines.lockstep import LockStep, check_divided, part_of
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import EngineError, GenerationEngine
 from tilth.engines.request import Progress, Request, SamplingParams, SequenceState, TextScores
-from tilth.engines.runner import Runner, embedded, scored
-from tilth.engines.sampling import Rules, choose, choose_from, draws, log_softmax
+from tilth.engines.runner import Decoded, DecodeStep, Runner, embedded, scored
+from tilth.engines.sampling import RuleColumns, choose, draws, log_softmax
 from tilth.engines.scheduler import PrefillBatch, PrefillJob, Scheduler
 from tilth.engines.stats import Stats
 from tilth.engines.suffix import SuffixDrafter
@@ -325,6 +326,7 @@ class Engine(GenerationEngine):
         for lane in list(self._lanes.values()):
             rows = lane.compact()
             if rows:
+                rows = self._runner.rows(lane.slab, rows)
                 total += self._decode_lane(lane, rows, most, done)
         return total
 
@@ -350,14 +352,12 @@ class Engine(GenerationEngine):
         at = c.position[row] + drafts.depths()[row, place]
         seen = at[live[row]]
         with span("decode", tokens=len(seen), squares=int(2 * seen.sum()) + len(seen)) as decoding:
-            rules = lane.rules(rows, self.device)
-            rules = rules.at(self._tensor(row)) if drafts.tokens.size else rules
-            logp, mass = self._decode_pass(lane, given, there, rules, Branches.of(drafts.parents, there, self.device))
+            branches = Branches.of(drafts.parents, there, self.device)
+            decoded = self._decode_pass(lane, given, there, c.uniform[row, at + 1], branches)
         with span("sample", tokens=len(seen)) as sampling:
-            uniform = self._tensor(c.uniform[row, at + 1])
             answers = [lane.answers[r] if p == 0 else None for r, p in zip(row.tolist(), place.tolist())]
-            change = logit_changes(answers, logp.shape[1], self.device)
-            tokens, logprobs, filtered = choose_from(logp, mass, uniform, rules, change).on_host()
+            change = logit_changes(answers, self.config.vocab_size, self.device)
+            tokens, logprobs, filtered = decoded.choose(change).on_host()
             self._check_finite(logprobs[live[row]])
             self._lock.note(tokens[live[row]])
             chosen = _spread(tokens, there, HOLE)
@@ -375,7 +375,7 @@ class Engine(GenerationEngine):
             lane.keep(said.path, counts)
             ended = lane.advance(tokens, said.along(_spread(logprobs, there, 0)), sampled, counts)
             if lane.noted:
-                lane.note(logp, said.along(_spread(np.arange(len(row)), there, 0)), counts)
+                lane.note(decoded.logp, said.along(_spread(np.arange(len(row)), there, 0)), counts)
             if self._speculation is not None:
                 self._speculation.accept(lane, tokens, counts)
         drawn, computed = int(counts[own].sum()), int((there & own[:, None]).sum())
@@ -389,24 +389,26 @@ class Engine(GenerationEngine):
         return len(seen)
 
     def _decode_pass(
-        self, lane: LengthBucket, given: np.ndarray, there: np.ndarray, rules: Rules, branches: Branches | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs float32 [T, V] after the tokens of rows that are ``there``, bool [rows, width], and their
-        ``group_mass`` if the pass computes it. given: int64 [rows, width]; branches: their order."""
+        self,
+        lane: LengthBucket,
+        given: np.ndarray,
+        there: np.ndarray,
+        uniform: np.ndarray,
+        branches: Branches | None,
+    ) -> Decoded:
+        """Compute the T tokens of rows that are ``there``, bool [rows, width]. given: int64 [rows, width]; uniform:
+        float32 [T], what draws the tokens behind; branches: order of the tokens."""
         (rows, width), adapters = given.shape, lane.adapters(len(given))
-        start = self._tensor(lane.columns.position[:rows])
+        start = lane.columns.position[:rows]
         if width == 1:
-            inputs = (lane.slab, self._tensor(given[:, 0]), start, lane.slots())
+            step = DecodeStep(given[:, 0], start, uniform, lane.rules(slice(rows)))
             with self._adapters.serving(adapters, 1) as eager:
-                return self._runner.decode(*inputs, rules.temperature, rules.unit, eager)
-        until = int((lane.columns.position[:rows] + there.sum(1)).max())
+                return self._runner.decode(lane.slab, step, lane.slots(), eager)
+        until, row = int((start + there.sum(1)).max()), np.nonzero(there)[0]
         lane.fit(until)
-        picked = self._tensor(np.flatnonzero(there))
-        temperature = None if rules.unit else rules.temperature
-        with self._adapters.serving([adapters[row] for row in np.nonzero(there)[0].tolist()], 1):
-            ids = self._tensor(np.where(there, given, 0))
-            logp = self._runner.verify(lane.slab, ids, start, lane.slots(until), picked, temperature, branches)
-        return logp, None
+        step = DecodeStep(np.where(there, given, 0), start, uniform, lane.rules(row))
+        with self._adapters.serving([adapters[r] for r in row.tolist()], 1):
+            return self._runner.verify(lane.slab, step, lane.slots(until), np.flatnonzero(there), branches)
 
     def _end_rows(self, lane: LengthBucket, rows: Set[int], matched: Set[int], done: list[Trajectory]) -> None:
         """Remove finished rows. matched: those that end by their text."""
@@ -472,10 +474,10 @@ class Engine(GenerationEngine):
         last = np.array([row * ids.shape[1] + chunk[row] - 1 for row in ending], np.int64)
         squares = int((((start + chunk) ** 2) - start**2).sum())
         with span("prefill", tokens=int(chunk.sum()), squares=squares) as spent:
-            given = ModelInput(self._tensor(ids), media=batch.media(chunk, ids.shape[1], self.device))
-            tensors = (given, self._tensor(start), length, self._tensor(last))
+            tokens, first, ends = to_device([ids, start, last], self.device)
+            given = ModelInput(tokens, media=batch.media(chunk, ids.shape[1], self.device))
             with self._adapters.serving([p.adapter for p in batch.prompts], ids.shape[1]):
-                logits = self._runner.prefill(batch.slab, *tensors)
+                logits = self._runner.prefill(batch.slab, given, first, length, ends)
         for i, row in enumerate(ending):
             batch.prompts[row].logits = logits[i : i + 1]
         for prompt, count in zip(batch.prompts, chunk.tolist()):
@@ -519,9 +521,10 @@ class Engine(GenerationEngine):
         logits = torch.cat([p.logits for p, _ in placed if p.logits is not None])
         answers = [a for _, a in placed]
         uniform = self._draw([a.request for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
-        rules = Rules.of([a.request.params for a in answers], self.device)
-        change = logit_changes(answers, logits.shape[1], self.device)
-        tokens, logprobs, sampling = choose(logits, self._tensor(uniform), rules, change).on_host()
+        columns = RuleColumns.of([a.request.params for a in answers])
+        numbers, *tensors = to_device([uniform, *columns.tensors], self.device)
+        rules, change = columns.on(tensors), logit_changes(answers, logits.shape[1], self.device)
+        tokens, logprobs, sampling = choose(logits, numbers, rules, change).on_host()
         self._check_finite(logprobs)
         self._lock.note(tokens)
         for i, answer in enumerate(answers):
@@ -635,9 +638,6 @@ class Engine(GenerationEngine):
         size, most = self._block_size, self._blocks.max_cached
         more = {"routing": self._routing, "latent": not self._parity}
         return PrefixStore(self._held, size, self.dtype, self.device, most, **more)
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
 
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.core.device import to_device
 from tilth.engines.adapters import LoadedAdapter
 from tilth.engines.cache import KVCache
 from tilth.engines.request import Progress, Request, SequenceState
-from tilth.engines.sampling import Rules
+from tilth.engines.sampling import RuleColumns
 from tilth.plan.kernels import KEYS, ROWS, round_up, slots_for
 
 Draw = Callable[[Sequence[Request], Sequence[int], int], np.ndarray]
@@ -275,21 +276,9 @@ class LengthBucket:
                 self.noted.add(row)
             self._clear(source)
 
-    def rules(self, rows: int, device: torch.device) -> Rules:
-        """Return the sampling rules of the first ``rows`` rows; on a CPU without a copy."""
-        c = self.columns
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values[:rows]).to(device)
-
-        greedy = c.greedy[:rows]
-        return Rules(
-            temperature=tensor(c.temperature), greedy=tensor(c.greedy),
-            top_k=tensor(c.top_k), top_p=tensor(c.top_p), min_p=tensor(c.min_p),
-            unit=bool((c.temperature == 1).all()),
-            filtered=bool(c.filtered.any()), any_greedy=bool(greedy.any()),
-            all_greedy=bool((greedy | ~c.live[:rows]).all()),
-        )  # fmt: skip
+    def rules(self, rows: slice | np.ndarray) -> RuleColumns:
+        """Return the sampling rules of some rows, each as often as it is there."""
+        return RuleColumns(*(getattr(self.columns, name)[rows] for name in RuleColumns._fields))
 
     def advance(
         self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None, counts: np.ndarray
@@ -316,4 +305,4 @@ def logit_changes(answers: Sequence[SequenceState | None], vocabulary: int, devi
     found = np.zeros((len(answers), vocabulary), np.float32)
     for i, change in changes.items():
         found[i] = change
-    return torch.from_numpy(found).to(device)
+    return to_device([found], device)[0]

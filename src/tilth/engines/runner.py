@@ -4,7 +4,8 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilth.core.device import pinned, to_device, unpacked
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Likeliest
 from tilth.engines.branches import Branches
 from tilth.engines.cache import CachedContext, KVCache, KVCacheView
 from tilth.engines.request import TextScores
-from tilth.engines.sampling import group_mass, log_softmax
+from tilth.engines.sampling import Chosen, RuleColumns, Rules, choose_from, group_mass, log_softmax
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.inputs import ModelInput
@@ -27,15 +29,59 @@ from tilth.plan.kernels import chunk_rows
 Forward = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 _numbers = itertools.count()
 _ARGUMENTS = ("", "ids", "start", "temperature", "keys", "values")
-Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]
-"""A graph, its inputs (ids, start) and its logits."""
+_BUCKETS = (8, 16, 32, 64, 128, 256)
+"""Rows of graphs, beside all of a cache."""
+
+
+class DecodeStep(NamedTuple):
+    """Inputs of a pass on the host: B rows, T tokens from which another one is drawn."""
+
+    ids: np.ndarray
+    """int64 [B], or [B, C] of several tokens a row."""
+    start: np.ndarray
+    """int64 [B], position of each row's first token."""
+    uniform: np.ndarray
+    """float32 [T], random numbers of the tokens that are drawn."""
+    rules: RuleColumns
+    """Of the T tokens."""
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All that a device needs."""
+        return [self.ids, self.start, self.uniform, *self.rules.tensors]
+
+
+class Decoded(NamedTuple):
+    """Log-probs float32 [T, V] of a pass, and what draws from them. mass: their ``group_mass``, if the pass computes
+    it; chosen: what the pass itself has drawn, without filters."""
+
+    logp: Tensor
+    mass: Tensor | None
+    uniform: Tensor
+    rules: Rules
+    chosen: Chosen | None = None
+
+    def choose(self, change: Tensor | None) -> Chosen:
+        """Draw the next tokens. change: see ``choose_from``."""
+        if self.chosen is not None and change is None and not self.rules.filtered:
+            return self.chosen
+        return choose_from(self.logp, self.mass, self.uniform, self.rules, change)
+
+
+class _Captured(NamedTuple):
+    """A graph, its inputs as bytes and as ``DecodeStep.arrays``, and its result."""
+
+    graph: torch.cuda.CUDAGraph
+    flat: Tensor
+    inputs: list[Tensor]
+    result: Decoded
 
 
 class Runner:
     """Runs the model's steps. compile: torch.compile of decode on a CPU, CUDA graphs on a GPU. multiple: of rows."""
 
     def __init__(self, model: Decoder, parity: bool, compile: bool, device: torch.device, multiple: int) -> None:
-        self.model = model
+        self.model, self.device = model, device
         self.compile_seconds = 0.0
         """Seconds in first calls of compiled code so far."""
         self._parity, self._multiple, self._compiled, self._graphs = parity, multiple, None, None
@@ -78,43 +124,31 @@ class Runner:
         """Return logits float32 [rows, V] after the tokens at flat indices ``last`` of [B * C] (may be empty)."""
         return self.model.logits(self.forward_rows(slab, given, start, length)[last])
 
-    def decode(
-        self,
-        slab: KVCache,
-        ids: Tensor,
-        start: Tensor,
-        length: int,
-        temperature: Tensor,
-        unit: bool,
-        eager: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B].
+    def rows(self, slab: KVCache, rows: int) -> int:
+        """Return the number of rows that a pass over the first ``rows`` of a cache computes: with graphs some more."""
+        return rows if self._graphs is None else self._graphs.rows(slab, rows)
 
-        temperature: float32 [B]; unit: all are 1; eager: rows have adapters, which compiled code leaves out. The second
-        result is their ``group_mass``, if the pass computes it.
-        """
-        if self._compiled is not None and not eager:
-            return self._compiled(slab, ids, start, temperature)
+    def decode(self, slab: KVCache, step: DecodeStep, length: int, eager: bool = False) -> Decoded:
+        """Compute one token of each of the first B rows. eager: rows have adapters, which compiled code leaves out."""
         if self._graphs is not None and not eager:
-            logits = self._graphs.decode(slab, ids, start, length)
-        else:
-            logits = self.model.logits(self.forward_rows(slab, ModelInput(ids[:, None]), start, length))
-        return log_softmax(logits, None if unit else temperature), None
+            return self._graphs.decode(slab, step)
+        ids, start, uniform, *columns = to_device(step.arrays, self.device)
+        rules = step.rules.on(columns)
+        if self._compiled is not None and not eager:
+            logp, mass = self._compiled(slab, ids, start, rules.temperature)
+            return Decoded(logp, mass, uniform, rules)
+        logits = self.model.logits(self.forward_rows(slab, ModelInput(ids[:, None]), start, length))
+        return Decoded(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules)
 
     def verify(
-        self,
-        slab: KVCache,
-        ids: Tensor,
-        start: Tensor,
-        length: int,
-        picked: Tensor,
-        temperature: Tensor | None,
-        branches: Branches | None = None,
-    ) -> Tensor:
-        """Return log-probs float32 [T, V] after the tokens at flat indices ``picked`` [T] of ids int64 [B, C], from
-        positions start [B]. temperature: float32 [T]; None: all are 1. branches: see ``CachedContext``."""
-        hidden = self.forward_rows(slab, ModelInput(ids), start, length, picked, branches)
-        return log_softmax(self.model.logits(hidden), temperature)
+        self, slab: KVCache, step: DecodeStep, length: int, picked: np.ndarray, branches: Branches | None = None
+    ) -> Decoded:
+        """Compute the tokens at flat indices ``picked`` int64 [T] of ids [B, C]. branches: see ``CachedContext``."""
+        ids, start, uniform, *columns, some = to_device([*step.arrays, picked], self.device)
+        rules = step.rules.on(columns)
+        hidden = self.forward_rows(slab, ModelInput(ids), start, length, some, branches)
+        logp = log_softmax(self.model.logits(hidden), None if rules.unit else rules.temperature)
+        return Decoded(logp, None, uniform, rules)
 
     def warm_up(self, slab: KVCache) -> None:
         """Compile decode, with the help of an empty cache."""
@@ -166,54 +200,59 @@ def _argument_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 class Graphs:
-    """CUDA graphs of decode by cache, slots and a bucket of rows, until the layout changes.
+    """CUDA graphs of decode, from the newest tokens to those that are drawn, by cache and rows, until its layout
+    changes.
 
-    Inputs and outputs are static buffers.
+    Attention reads all slots of the cache and takes lengths from the device, so one graph serves all lengths. Inputs
+    and outputs are static buffers of one pool: a result is valid until the next replay of any graph.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._graphs: WeakKeyDictionary[KVCache, dict[tuple[int, int, int], Captured]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
         self._pool: Any = None
 
-    def decode(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Tensor:
-        """Replay the smallest graph that holds the rows; unused rows are holes, computed at position 0."""
-        rows = ids.shape[0]
-        bucket = min(slab.rows, next(b for b in (8, 16, 32, 64, 128, 256, slab.rows) if b >= rows))
-        key, known = (slab.layouts, bucket, length), self._graphs.setdefault(slab, {})
+    def rows(self, slab: KVCache, rows: int) -> int:
+        """Return the rows of the graph that decodes ``rows``: of one that is there, if it has at most twice as many as
+        need be."""
+        least = min(slab.rows, next(bucket for bucket in (*_BUCKETS, slab.rows) if bucket >= rows))
+        known = [n for layout, n in self._graphs.get(slab, {}) if layout == slab.layouts and least <= n <= 2 * least]
+        return min(known, default=least)
+
+    def decode(self, slab: KVCache, step: DecodeStep) -> Decoded:
+        """Replay the graph of these rows; holes among them are computed at position 0."""
+        key, known = (slab.layouts, len(step.ids)), self._graphs.setdefault(slab, {})
         if key not in known:
             for old in [k for k in known if k[0] != slab.layouts]:
                 del known[old]
-            static_ids, static_start = (_filled(given.new_empty(bucket), given) for given in (ids, start))
-            known[key] = self._capture(slab, static_ids, static_start, length)
-        graph, static_ids, static_start, logits = known[key]
-        _filled(static_ids, ids)
-        _filled(static_start, start)
+            known[key] = self._capture(slab, step)
+        graph, flat, inputs, result = known[key]
+        flat.copy_(pinned(step.arrays), non_blocking=True)
         graph.replay()
-        return logits[:rows].clone()
+        return result._replace(rules=step.rules.on(inputs[3:]))
 
-    def _capture(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Captured:
+    def _capture(self, slab: KVCache, step: DecodeStep) -> _Captured:
         begin = time.perf_counter()
+        flat = pinned(step.arrays).to(self._runner.device, non_blocking=True)
+        inputs = unpacked(flat, step.arrays)
         # Allocates workspaces outside the graph. Writes to the live cache, so with the inputs that the replay has too.
-        logits = self._step(slab, ids, start, length)
+        self._step(slab, inputs, step.rules)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that writes the trace queries events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._step(slab, ids, start, length)
+            result = self._step(slab, inputs, step.rules)
         self._pool = self._pool or graph.pool()
         self._runner.compile_seconds += time.perf_counter() - begin
-        return graph, ids, start, logits
+        return _Captured(graph, flat, inputs, result)
 
-    def _step(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Tensor:
-        return self._runner.model.logits(self._runner.forward_rows(slab, ModelInput(ids[:, None]), start, length))
-
-
-def _filled(buffer: Tensor, given: Tensor) -> Tensor:
-    """Write the given rows to a static buffer, and 0 to the holes behind them."""
-    buffer[: len(given)].copy_(given)
-    buffer[len(given) :].zero_()
-    return buffer
+    def _step(self, slab: KVCache, inputs: Sequence[Tensor], columns: RuleColumns) -> Decoded:
+        """Compute and draw a token of each row, by rules that hold for any row."""
+        ids, start, uniform, *tensors = inputs
+        rules = replace(columns.on(tensors), unit=False, filtered=False, any_greedy=True, all_greedy=False)
+        hidden = self._runner.forward_rows(slab, ModelInput(ids[:, None]), start, slab.capacity)
+        logp = log_softmax(self._runner.model.logits(hidden), rules.temperature)
+        return Decoded(logp, None, uniform, rules, choose_from(logp, None, uniform, rules))
 
 
 Serving = Callable[[int], AbstractContextManager[object]]
@@ -231,7 +270,7 @@ def _passed(model: Decoder, texts: Sequence[np.ndarray], parity: bool, serving: 
     device = model.head_weight.device
     context = PackedContext([len(text) for text in texts], device, parity)
     with serving(len(context.positions)):
-        return ids, model(ModelInput(torch.from_numpy(ids).to(device)), context)
+        return ids, model(ModelInput(*to_device([ids], device)), context)
 
 
 @torch.inference_mode()
@@ -251,10 +290,10 @@ def scored(
     """Return ``GenerationEngine.score``; the texts are packed into one pass. Raises DataError."""
     ids, hidden = _passed(model, texts, parity, serving)
     lengths, device, vocabulary = [len(text) for text in texts], hidden.device, model.head_weight.shape[0]
-    rows, chunk, k = len(ids), chunk_rows(vocabulary, None), min(likeliest, vocabulary)
+    rows, chunk, k = len(ids), chunk_rows(vocabulary, gpu=device.type == "cuda"), min(likeliest, vocabulary)
     chosen = np.zeros(rows, np.float32)
     top = Likeliest(np.zeros((rows, k), np.int64), np.zeros((rows, k), np.float32))
-    following = torch.from_numpy(np.append(ids[1:], 0)).to(device)
+    (following,) = to_device([np.append(ids[1:], 0)], device)
     for start in range(0, rows, chunk):
         some = slice(start, min(start + chunk, rows))
         logp = model.logits(hidden[some]).float().log_softmax(-1)

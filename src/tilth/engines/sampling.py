@@ -6,14 +6,15 @@ neither ties nor the largest ``top_k`` of the batch change it; the inverse CDF f
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilth.core.device import to_device, to_host
 from tilth.core.random import stream_id, uniform_rows
 
 if TYPE_CHECKING:  # workers of another engine import this module, and nothing more of Tilth than they need
@@ -46,7 +47,8 @@ class Rules:
     """Sampling parameters of each row, tensors [B] on one device.
 
     temperature float32, 1 if greedy; greedy bool; top_k int64, 0: off; top_p, min_p float32. Flags of the host skip
-    work: ``unit``, every temperature is 1; ``filtered``, some row has a filter.
+    work: ``unit``, every temperature is 1; ``filtered``, some row has a filter; ``most``, largest top_k; ``nucleus``,
+    some row has a top_p and no top_k.
     """
 
     temperature: Tensor
@@ -58,29 +60,59 @@ class Rules:
     filtered: bool
     any_greedy: bool
     all_greedy: bool
+    most: int = 0
+    nucleus: bool = False
 
     @classmethod
     def of(cls, params: "Sequence[SamplingParams]", device: torch.device | str = "cpu") -> "Rules":
         """Return a row for each of these."""
+        columns = RuleColumns.of(params)
+        return columns.on(to_device(columns.tensors, torch.device(device)))
 
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
 
-        greedy = [p.temperature == 0 for p in params]
+class RuleColumns(NamedTuple):
+    """Sampling parameters of each row on the host, arrays [B]; the first five are the tensors of ``Rules``."""
+
+    temperature: np.ndarray
+    greedy: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    filtered: np.ndarray
+    """bool, True if filters, a schema or a bias change its softmax."""
+    live: np.ndarray
+    """bool, False if nothing is drawn for it."""
+
+    @classmethod
+    def of(cls, params: "Sequence[SamplingParams]") -> "RuleColumns":
+        """Return a row for each of these."""
         return cls(
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
-            greedy=column(greedy, torch.bool),
-            top_k=column([p.top_k if p.filtered else 0 for p in params], torch.int64),
-            top_p=column([p.top_p if p.filtered else 1.0 for p in params], torch.float32),
-            min_p=column([p.min_p if p.filtered else 0.0 for p in params], torch.float32),
-            unit=all(p.temperature in (0.0, 1.0) for p in params),
-            filtered=any(p.filtered for p in params), any_greedy=any(greedy), all_greedy=all(greedy),
-        )  # fmt: skip
+            temperature=np.array([p.temperature or 1.0 for p in params], np.float32),
+            greedy=np.array([p.temperature == 0 for p in params], bool),
+            top_k=np.array([p.top_k if p.filtered else 0 for p in params], np.int64),
+            top_p=np.array([p.top_p if p.filtered else 1.0 for p in params], np.float32),
+            min_p=np.array([p.min_p if p.filtered else 0.0 for p in params], np.float32),
+            filtered=np.array([p.filtered for p in params], bool),
+            live=np.ones(len(params), bool),
+        )
 
-    def at(self, rows: Tensor) -> "Rules":
-        """Return the rules of some rows, int64 [n], each as often as it is there."""
-        columns = {name: getattr(self, name)[rows] for name in ("temperature", "greedy", "top_k", "top_p", "min_p")}
-        return replace(self, **columns)
+    @property
+    def tensors(self) -> Sequence[np.ndarray]:
+        """Columns that a device needs."""
+        return self[:5]
+
+    def on(self, tensors: Sequence[Tensor]) -> Rules:
+        """Return the rules, given ``tensors`` on a device."""
+        filtered = bool(self.filtered.any())
+        return Rules(
+            *tensors,
+            unit=bool((self.temperature == 1).all()),
+            filtered=filtered,
+            any_greedy=bool(self.greedy.any()),
+            all_greedy=bool((self.greedy | ~self.live).all()),
+            most=int(self.top_k.max(initial=0)) if filtered else 0,
+            nucleus=filtered and bool(((self.top_k == 0) & (self.top_p < 1)).any()),
+        )
 
 
 @dataclass
@@ -93,8 +125,8 @@ class Chosen:
 
     def on_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return all three as arrays."""
-        sampling = None if self.sampling is None else self.sampling.cpu().numpy()
-        return self.tokens.cpu().numpy(), self.logprobs.cpu().numpy(), sampling
+        tokens, logprobs, *sampling = to_host([x for x in vars(self).values() if x is not None])
+        return tokens, logprobs, sampling[0] if sampling else None
 
 
 def choose(logits: Tensor, uniform: Tensor, rules: Rules, change: Tensor | None = None) -> Chosen:
@@ -176,8 +208,7 @@ def inverse_cdf(logp: Tensor, mass: Tensor | None, uniform: Tensor) -> Tensor:
 def thresholds(logp: Tensor, rules: Rules) -> Tensor:
     """Return the smallest log-prob that each row keeps, float32 [B], -inf without a filter. logp: [B, V]."""
     vocab = logp.shape[1]
-    open_ended = bool(((rules.top_k == 0) & (rules.top_p < 1)).any())
-    most = max(int(rules.top_k.max()), _WIDTH if open_ended else 1)
+    most = max(rules.most, _WIDTH if rules.nucleus else 1)
     widest = min(vocab, -(-most // _GROUP) * _GROUP)
     cutoff, enough = _cutoff(logp, rules, widest)
     if not enough:
@@ -209,5 +240,6 @@ def _cutoff(logp: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
     before = F.pad(mass[:, :-1], (1, 0))
     needed = torch.where(rules.top_p < 1, (before < rules.top_p[:, None]).sum(-1), width)
     cutoff = kept.gather(1, torch.minimum(needed, count)[:, None] - 1)[:, 0]
-    enough = width == logp.shape[1] or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())
+    enough = width == logp.shape[1] or not rules.nucleus  # or a device would have to be waited for
+    enough = enough or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())
     return cutoff.masked_fill(whole & (rules.top_p == 1), -torch.inf), enough

@@ -61,7 +61,7 @@ def token_logprobs(
     float32 [N] (float64 of float64), both differentiable (once) in hidden and weight; the gradient of weight adds up in
     weight's dtype. Without ``entropy`` the second one is empty, [0].
     """
-    rows, keep = chunk_rows(weight.shape[0], chunk), keeps(hidden.shape[0], weight.shape[0])
+    rows, keep = chunk_rows(weight.shape[0], chunk, hidden.is_cuda), keeps(hidden.shape[0], weight.shape[0])
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, keep, entropy)
 
 
@@ -73,7 +73,7 @@ def token_squares(
 
     Arguments of ``token_logprobs``. Returns two float32 [N] (float64 of float64) without a gradient.
     """
-    rows, used = chunk_rows(weight.shape[0], chunk), weight.to(hidden.dtype)
+    rows, used = chunk_rows(weight.shape[0], chunk, hidden.is_cuda), weight.to(hidden.dtype)
     logprobs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
     squares = torch.empty_like(logprobs)
     for some in chunks(hidden.shape[0], rows):

@@ -94,7 +94,7 @@ class VocabularyHead:
         entropy: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """See ``token_logprobs``; weight: [rows, d], this rank's part."""
-        rows, keep = chunk_rows(weight.shape[0], chunk), keeps(hidden.shape[0], weight.shape[0])
+        rows, keep = chunk_rows(weight.shape[0], chunk, hidden.is_cuda), keeps(hidden.shape[0], weight.shape[0])
         found, entropies = _Logprobs.apply(hidden, weight, targets, temperature, rows, keep, self.vocabulary)
         return found, entropies if entropy else entropies[:0]
 
@@ -103,7 +103,7 @@ class VocabularyHead:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """See ``token_squares``; weight: [rows, d], this rank's part."""
-        rows, used = chunk_rows(weight.shape[0], chunk), weight.to(hidden.dtype)
+        rows, used = chunk_rows(weight.shape[0], chunk, hidden.is_cuda), weight.to(hidden.dtype)
         parts, (index, inside) = _Parts(hidden, squares=True), self.vocabulary.find(targets)
         for some in chunks(hidden.shape[0], rows):
             parts.add(some, _logits(hidden[some], used, temperature), index, inside)

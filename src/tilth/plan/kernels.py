@@ -9,6 +9,9 @@ CHUNK_ELEMENTS = 1 << 24
 CHUNK_ROWS = (256, 1024)
 """Default chunk of logits: 64 MiB in fp32, 256 to 1024 rows. The product that gives the weight's gradient sums over
 them: over 128 it takes four times as long as over 1024 (V 16,384)."""
+GPU_CHUNK_ELEMENTS = 1 << 28
+GPU_CHUNK_ROWS = (1024, 8192)
+"""Chunk of a GPU, 1 GiB: each chunk reads and writes the whole gradient of the weight in fp32 (not measured)."""
 CACHED_ELEMENTS = 1 << 21
 """A part of a chunk: 8 MiB of fp32 logits."""
 KEPT_ELEMENTS = 1 << 26
@@ -19,9 +22,10 @@ TAIL = 4
 """Rows of the smallest block, where it has these bits."""
 
 
-def chunk_rows(vocab: int, wanted: int | None = None) -> int:
+def chunk_rows(vocab: int, wanted: int | None = None, gpu: bool = False) -> int:
     """Return the rows of hidden states per chunk of logits, ``wanted`` or the default, rounded up."""
-    rows = wanted or min(max(CHUNK_ELEMENTS // max(vocab, 1), CHUNK_ROWS[0]), CHUNK_ROWS[1])
+    elements, (least, most) = (GPU_CHUNK_ELEMENTS, GPU_CHUNK_ROWS) if gpu else (CHUNK_ELEMENTS, CHUNK_ROWS)
+    rows = wanted or min(max(elements // max(vocab, 1), least), most)
     return rows + -rows % ROW_MULTIPLE
 
 

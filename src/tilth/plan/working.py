@@ -261,7 +261,7 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
     chunk's gradient has its own buffer and parts of the size of a CPU's cache (on a GPU: all of it) have two copies.
     """
     vocab, element = cut.shape.vocab_size, element_of(recipe)
-    chunk = min(chunk_rows(vocab), rows)
+    chunk = min(chunk_rows(vocab, gpu=on_gpu(recipe)), rows)
     one, copies = chunk * vocab * FP32, 2 + (temperature != 1)
     weight = 0 if element == FP32 else vocab * cut.shape.hidden_size * element
     keep = learns and keeps(rows, vocab)
@@ -454,9 +454,10 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
 def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:
     """Return bytes of logits during sampling, of decoding rows or of first tokens beside those of their prompts. Counts
     logits and log-probs, those of decoding rows padded to groups; one more copy on a GPU (probabilities of all rows),
-    one for a filter, five if top-p sorts the vocabulary."""
+    one for a filter, five if top-p sorts the vocabulary, one where a graph divides by any temperature."""
     r = recipe.rollout
     more = 5 if r.top_p < 1 and not r.top_k else int(bool(r.top_k or r.min_p or r.top_p < 1))
     first = min(asked.rows, max(1, CHOICE_ELEMENTS // vocab))
-    decoding = round_up(asked.rows, ROWS) * (2 + on_gpu(recipe) + (more or r.temperature not in (0, 1)))
+    divides = r.temperature not in (0, 1) or (on_gpu(recipe) and r.compile)
+    decoding = round_up(asked.rows, ROWS) * (2 + on_gpu(recipe) + (more or divides))
     return max(decoding, asked.computed + first * (3 + more)) * vocab * FP32

@@ -1,0 +1,60 @@
+"""Copies between host and device: one for many arrays, for which the host waits at most once.
+
+A copy of pageable memory to a GPU waits until the device has done all that it was given, whatever ``non_blocking`` is:
+the host then runs behind the device instead of ahead of it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNED = 16
+"""Bytes to whose multiples arrays are aligned, as vectorised kernels need it."""
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return arrays of one dimension or more on a device; on a GPU by one copy for which the host does not wait.
+
+    On a CPU tensors share the memory of arrays that are contiguous.
+    """
+    if device.type == "cuda":
+        return unpacked(pinned(arrays).to(device, non_blocking=True), arrays)
+    return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Return tensors of one device as arrays: by one copy, or of a CPU without any."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.detach().numpy() for tensor in tensors]
+    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+    parts = flat.split([tensor.nbytes for tensor in tensors])
+    return [part.clone().view(tensor.dtype).view(tensor.shape).numpy() for part, tensor in zip(parts, tensors)]
+
+
+def pinned(arrays: Sequence[np.ndarray]) -> Tensor:
+    """Return arrays one after the other in pinned memory, uint8 [bytes]. torch keeps it until its copies are over."""
+    ends = _ends(arrays)
+    found = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    room = found.numpy()
+    for begin, array in zip(ends, arrays):
+        np.copyto(room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape), array)
+    return found
+
+
+def unpacked(flat: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Return the arrays in what ``pinned`` made of them, or a copy of it, as views."""
+    dtypes = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+    return [
+        flat[begin : begin + array.nbytes].view(dtype).view(array.shape)
+        for begin, array, dtype in zip(_ends(arrays), arrays, dtypes)
+    ]
+
+
+def _ends(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Return where each array begins, and where the last one ends."""
+    found = [0]
+    for array in arrays:
+        found.append(found[-1] + -(-array.nbytes // _ALIGNED) * _ALIGNED)
+    return found
