@@ -8,14 +8,14 @@ kernels by the number of keys) and key lengths in multiples of 16, so that they 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilth.core.device import to_device
 from tilth.core.random import dropout_mask, stream
 from tilth.models.logprobs import wide
 from tilth.models.moe import ExpertContext
@@ -155,6 +155,31 @@ def _sink_as_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -
     return q, k, F.pad(v, (0, 0, 1, 0)), F.pad(mask, (1, 0))
 
 
+def varlen_serves(q: Tensor) -> bool:
+    """Return True if flash attention takes packed tokens without padding and masks: one kernel per layer."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], window: int | None
+) -> Tensor:
+    """Attend with packed queries q [N, Hq, hd] over packed keys [M, Hkv, ...]: [N, Hq, vd].
+
+    ends: cumulative lengths int32 [n + 1] of queries and of keys; longest: of each. A sequence's last query sees all
+    of its keys, the one before it all but one, and so on.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # imports torch.compile, which takes a second
+
+    repeats, width = q.shape[1] // k.shape[1], v.shape[2]
+    how: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if repeats > 1 and torch.__version__ >= (2, 12):
+        how["enable_gqa"] = True
+    elif repeats > 1:
+        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    found = varlen_attn(q, k, as_wide(v, q), *ends, *longest, **how)
+    return (found if isinstance(found, Tensor) else found[0])[..., :width]
+
+
 def matmul_pays(length: int, dtype: torch.dtype, device: torch.device, causal: bool = False) -> bool:
     """Return True if plain matmuls are faster than SDPA for keys of this length, with a mask or causal."""
     return device.type == "cpu" and length <= (CAUSAL_UP_TO if causal else MASKED_UP_TO).get(dtype.itemsize, 0)
@@ -220,17 +245,16 @@ class PackedContext:
         self._lengths = table[table > 0]
         starts = np.cumsum(self._lengths) - self._lengths
         place = np.arange(self.tokens) - np.repeat(starts, self._lengths)
-        self.positions = self._tensor(place)
-        self.extents = self._tensor(np.repeat(self._lengths, self._lengths))
         self._masks: dict[tuple[_PaddedGroup, int | None, torch.dtype], Tensor] = {}
-        self._plan(starts, place)
+        source, slot = self._plan(starts, place)
+        ends = np.append(0, np.cumsum(self._lengths)).astype(np.int32)
+        tables = [place, np.repeat(self._lengths, self._lengths), ends, slot, *source]
+        self.positions, self.extents, self._ends, self._slot, *own = to_device(tables, self.device)
+        self._source = own[0] if own else None
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
-
-    def _plan(self, starts: np.ndarray, place: np.ndarray) -> None:
-        """Set groups, the token of each slot of the padded layout (``_source``) and the slot of each token
-        (``_slot``)."""
+    def _plan(self, starts: np.ndarray, place: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        """Set groups; return the token of each slot of the padded layout, none if it is the packed one, and the slot
+        of each token."""
         padded = bucket_lengths(self._lengths, self.parity)
         self._groups: list[_PaddedGroup] = []
         sources, slot_start, at = [], np.zeros(len(padded), np.int64), 0
@@ -242,8 +266,8 @@ class PackedContext:
             self._groups.append(_PaddedGroup(at, len(members), int(length)))
             at += len(members) * int(length)
         aligned = len(self._groups) == 1 and at == len(place)
-        self._source = None if aligned or not sources else self._tensor(np.concatenate(sources))
-        self._slot = self._tensor(np.repeat(slot_start, self._lengths) + place)
+        source = [] if aligned or not sources else [np.concatenate(sources)]
+        return source, np.repeat(slot_start, self._lengths) + place
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
@@ -251,8 +275,9 @@ class PackedContext:
         if not self._groups:  # the projections have a gradient as on other ranks
             given = (q, k, v) if sinks is None else (q, k, v, sinks)
             return q.new_empty(*q.shape[:2], v.shape[2]) + sum(x.sum() for x in given)
-        if sinks is None and self._varlen(q):
-            return self._flash(q, k, v, window)
+        if sinks is None and varlen_serves(q) and not self.parity:
+            longest = int(self._lengths.max())
+            return varlen_attention(q, k, v, (self._ends, self._ends), (longest, longest), window)
         if self._source is not None:
             q, k, v = (pad_rows(x, self._source, self._slot) for x in (q, k, v))
         parts = []
@@ -261,25 +286,6 @@ class PackedContext:
             parts.append(self._attend_group(group, q[some], k[some], v[some], window, sinks))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self._source is None else take_rows(out, self._slot)
-
-    def _varlen(self, q: Tensor) -> bool:
-        """Return True if flash attention takes the packed tokens without padding: one kernel per layer."""
-        return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and self._causal(None) and not self.parity
-
-    @cached_property
-    def _ends(self) -> Tensor:
-        """Cumulative lengths, int32 [n + 1]."""
-        return torch.from_numpy(np.append(0, np.cumsum(self._lengths))).to(self.device, torch.int32)
-
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # imports torch.compile, which takes a second
-
-        ends, longest, repeats = self._ends, int(self._lengths.max()), q.shape[1] // k.shape[1]
-        k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
-        left, width = -1 if window is None else window - 1, v.shape[2]
-        v = as_wide(v, q)
-        found = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(left, 0))
-        return (found if isinstance(found, Tensor) else found[0])[..., :width]
 
     def _attend_group(
         self, group: _PaddedGroup, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None

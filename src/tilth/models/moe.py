@@ -65,7 +65,12 @@ def sort_by_expert(routing: Routing, experts: int) -> tuple[Tensor, Tensor, Tens
     order = torch.argsort(flat, stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return order, place, torch.bincount(flat, minlength=experts)
+    return order, place, counts_of(flat, torch.ones_like(flat), experts)
+
+
+def counts_of(index: Tensor, weights: Tensor, size: int) -> Tensor:
+    """Return the sums of weights [n] by index, int64 [n]: [size]. For ``torch.bincount`` the host waits for a GPU."""
+    return weights.new_zeros(size).index_add_(0, index, weights)
 
 
 def gather_pairs(x: Tensor, routing: Routing, order: Tensor, place: Tensor) -> Tensor:
@@ -179,7 +184,7 @@ class ExpertContext:
             followed = torch.where(wanted < 0, own, wanted)
         if self.weights is not None:
             each = self._filled(self.weights, len(own), 0.0).repeat_interleave(own.shape[1])
-            self.loads[number] = torch.bincount(followed.flatten(), each, experts)
+            self.loads[number] = counts_of(followed.flatten(), each, experts)
         return followed
 
     @staticmethod

@@ -7,6 +7,7 @@ additions.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 
 from tilth.core.batch import Jagged
-from tilth.models.attention import DropoutContext, bucket_lengths, matmul_attention, matmul_pays, sdpa_attention
+from tilth.core.device import to_device
+from tilth.models.attention import (
+    DropoutContext,
+    bucket_lengths,
+    matmul_attention,
+    matmul_pays,
+    sdpa_attention,
+    varlen_attention,
+    varlen_serves,
+)
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, spread_rows, take_rows
 
@@ -98,6 +108,20 @@ class _Group:
     own: np.ndarray
 
 
+class _Packed(NamedTuple):
+    """Segments one after the other without padding; their queries are the tokens as they are."""
+
+    seen: Tensor
+    """int64 [M]: token of each key."""
+    images: Tensor
+    """int64 [M]: keys of each token."""
+    first: Tensor
+    """int64 [tokens]: first of a token's keys in ``images``."""
+    ends: tuple[Tensor, Tensor]
+    """Cumulative numbers of queries and keys, int32 [segments + 1]."""
+    longest: tuple[int, int]
+
+
 class TreeContext:
     """Attention context of trees: a branch queries its prompt and itself.
 
@@ -110,19 +134,19 @@ class TreeContext:
     def __init__(self, trees: PrefixTrees, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.experts: ExpertContext | None = None
-        self.positions = self._tensor(trees.position)
         ends = np.zeros(len(trees.lengths), np.int64)
         np.maximum.at(ends, np.repeat(np.arange(len(ends)), trees.lengths), trees.position + 1)
-        self.extents = self._tensor(np.repeat(ends, trees.lengths))
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
-        self._plan(_segments(trees), len(trees.source))
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
-
-    def _plan(self, s: _Segments, tokens: int) -> None:
-        """Set groups, the token of each slot of padded queries and keys, and the slots of each token."""
+        self._segments, self._tokens = _segments(trees), len(trees.source)
+        self.positions, self.extents = to_device([trees.position, np.repeat(ends, trees.lengths)], self.device)
         self._groups: list[_Group] = []
+        if self.device.type == "cpu":
+            self._plan()
+
+    def _plan(self) -> None:
+        """Set groups, the token of each slot of padded queries, the slot of each token, the token of each slot of
+        padded keys, and the slots of each token among these, with the first of each."""
+        s, tokens = self._segments, self._tokens
         asked, seen, real = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
         slot, queries, keys = np.zeros(tokens, np.int64), 0, 0
         for members, q, k in _buckets(s.own, s.before + s.own):
@@ -136,20 +160,31 @@ class TreeContext:
             slot[(start + places)[places < own]] = mine[places < own]
             self._groups.append(_Group(queries, keys, len(members), q, k, before[:, 0], own[:, 0]))
             queries, keys = queries + len(members) * q, keys + len(members) * k
-        self._asked, self._slot, self._seen = (
-            self._tensor(x) for x in (np.concatenate(asked), slot, np.concatenate(seen))
-        )
-        images = np.flatnonzero(np.concatenate(real))
-        owner = np.concatenate(seen)[images]
-        counts = np.bincount(owner, minlength=tokens)
-        self._images = self._tensor(images[np.argsort(owner, kind="stable")])
-        self._first = self._tensor(np.cumsum(counts) - counts)
+        every = np.concatenate(seen)
+        tables = [np.concatenate(asked), slot, every, *_images(every, np.concatenate(real), tokens)]
+        self._asked, self._slot, self._seen, self._images, self._first = to_device(tables, self.device)
+
+    @cached_property
+    def _packed(self) -> _Packed:
+        s, keys = self._segments, self._segments.before + self._segments.own
+        ends = [np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (s.own, keys)]
+        start, trunk, before, begin = (np.repeat(x, keys) for x in (s.start, s.trunk, s.before, ends[1][:-1]))
+        place = np.arange(len(begin)) - begin
+        seen = np.where(place < before, trunk + place, start + place - before)
+        tables = [seen, *_images(seen, np.ones(len(seen), bool), self._tokens), *ends]
+        *own, queries, others = to_device(tables, self.device)
+        return _Packed(*own, (queries, others), (int(s.own.max()), int(keys.max())))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        if not self._groups:
+        if not self._tokens:
             return q.new_empty(*q.shape[:2], v.shape[2])
+        if sinks is None and varlen_serves(q):
+            seen, images, first, *how = self._packed
+            return varlen_attention(q, *(spread_rows(x, seen, images, first) for x in (k, v)), *how, window)
+        if not self._groups:
+            self._plan()
         q = pad_rows(q, self._asked, self._slot)
         k, v = (spread_rows(x, self._seen, self._images, self._first) for x in (k, v))
         parts = [self._attend_group(i, q, k, v, window, sinks) for i in range(len(self._groups))]
@@ -172,10 +207,21 @@ class TreeContext:
         """Return the additive mask [1 or segments of the group, 1, 1, queries, keys], cached for all layers."""
         key = number, window, dtype
         if key not in self._masks:
-            visible = self._tensor(_visible(self._groups[number], window)).bool()
+            (visible,) = to_device([_visible(self._groups[number], window)], self.device)
             mask = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(~visible, -torch.inf)
             self._masks[key] = mask[:, None, None]
         return self._masks[key]
+
+
+def _images(seen: np.ndarray, real: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slots of token 0, then those of token 1 and so on, and the first of each token's: int64 [M], [tokens].
+
+    seen: token of each slot; real: bool, False of padding.
+    """
+    images = np.flatnonzero(real)
+    owner = seen[images]
+    counts = np.bincount(owner, minlength=tokens)
+    return images[np.argsort(owner, kind="stable")], np.cumsum(counts) - counts
 
 
 def _buckets(own: np.ndarray, total: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilth.core.device import to_device
 from tilth.core.errors import ModelError
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext, as_wide
 from tilth.models.moe import ExpertContext
@@ -99,7 +100,7 @@ class TokenShare:
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """Return int64 values on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
+        return to_device([values.astype(np.int64, copy=False)], self.device)[0]
 
     @cached_property
     def _every(self) -> list[np.ndarray]:

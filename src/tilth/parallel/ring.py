@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilth.core.device import to_device
 from tilth.models.attention import bucket_lengths, matmul_pays
 from tilth.models.logprobs import wide
 from tilth.parallel.comm import Exchange, Members
@@ -137,7 +138,7 @@ def _blocks(at: np.ndarray, key_at: np.ndarray, window: int | None, heads: int) 
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
+    return to_device([values.astype(np.int64, copy=False)], device)[0]
 
 
 # ---- one group: [tiles x key heads, query heads of each x queries, head_dim] ----

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.core.device import to_device
 from tilth.core.errors import TokenCountError
 
 Reduce = Callable[[Tensor], Tensor]
@@ -43,7 +44,7 @@ class Packing:
     def of(cls, lengths: Tensor, mask: Tensor) -> "Packing":
         """Check and convert: lengths any integers [n], mask anything that is not 0 where the token counts [total]."""
         mask = torch.as_tensor(mask)
-        lengths = torch.as_tensor(lengths).to(mask.device, torch.int64)
+        lengths = torch.as_tensor(lengths).to(torch.int64)
         if lengths.numel() and int(lengths.min()) < 0:
             raise TokenCountError(f"lengths has {int(lengths.min())}; every length must be at least 0", key="lengths")
         total = int(lengths.sum())
@@ -51,6 +52,8 @@ class Packing:
             raise TokenCountError(
                 f"lengths add up to {total} tokens, but mask has the shape {tuple(mask.shape)}", key="mask.shape"
             )
+        if lengths.device != mask.device:  # checked on the host, where nothing need be waited for
+            (lengths,) = to_device([lengths.cpu().numpy()], mask.device)
         return cls(lengths, mask if mask.dtype == torch.bool else mask != 0)
 
     def column(self, name: str, values: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class GlobalDenominator:
     def weight(self, micro: MicroBatch) -> dict[str, rl.Metric]:
         """Return the weight of this micro-batch in the loss; ``check_weight`` requires their sum to be ``whole``."""
         ones = torch.ones(len(micro.ids), device=micro.ids.device)
-        return {WEIGHT: rl.Metric(float(self.add_up(ones, micro)), 1, "sum")}
+        return {WEIGHT: rl.Metric(self.add_up(ones, micro).double(), 1, "sum")}
 
 
 def global_denominator(
@@ -216,7 +216,7 @@ class Objective:
             likelihood, nll = _likelihood(micro)
             total = total + how.keys.nll_coef * likelihood / self.rights
             metrics |= nll
-        entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
+        entropy = rl.Metric(micro.entropy.detach().sum().double(), micro.mask.sum().double(), "mean")
         return total, metrics | {"entropy": entropy}
 
 
@@ -224,4 +224,4 @@ def _likelihood(micro: MicroBatch) -> tuple[Tensor, Metrics]:
     """Return the sum of -log p over tokens of right answers (VAPO 2504.05118, 4.3), and its mean as a metric."""
     right = (micro.columns[RIGHT] != 0) & (micro.mask != 0)
     losses = torch.where(right, -micro.logprobs, 0.0)
-    return losses.sum(), {"nll/right": rl.Metric(float(losses.detach().sum()), float(right.sum()), "mean")}
+    return losses.sum(), {"nll/right": rl.Metric(losses.detach().sum().double(), right.sum().double(), "mean")}

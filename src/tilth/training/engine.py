@@ -19,6 +19,7 @@ from torch import Tensor
 from tilth.config.axes import DATA, MODEL
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
+from tilth.core.device import to_host
 from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch, TokenCountError, TokenDivisionError
 from tilth.core.trajectory import OPENS
 from tilth.models.activations import HostActivations
@@ -612,13 +613,13 @@ def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
 
 
 def _on_host(metrics: Metrics) -> Metrics:
-    """Return metrics without tensors of a device."""
-
-    def moved(metric: Metric) -> Metric:
-        there: dict[str, Any] = {k: v.cpu() for k, v in vars(metric).items() if isinstance(v, Tensor)}
-        return replace(metric, **there)
-
-    return {name: moved(metric) for name, metric in metrics.items()}
+    """Return metrics without tensors of a device, for which the host waits once."""
+    every = [(name, field, v) for name, m in metrics.items() for field, v in vars(m).items() if isinstance(v, Tensor)]
+    moved: dict[str, dict[str, Any]] = {name: {} for name in metrics}
+    there = [(name, field, v) for name, field, v in every if v.device.type != "cpu"]
+    for (name, field, _), value in zip(there, to_host([v for *_, v in there])):
+        moved[name][field] = torch.from_numpy(value)
+    return {name: replace(metric, **moved[name]) for name, metric in metrics.items()}
 
 
 def _sum_of_scores(micro: MicroBatch) -> tuple[Tensor, Metrics]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilth.config.axes import DATA
+from tilth.core.device import to_device
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext, RouterLoss
 from tilth.parallel.dims import ParallelDims
@@ -47,7 +48,8 @@ def context_of(
     """Return the context of experts of one micro-batch. recorded: int64 [N, layers, k], below 0 where not known."""
     weights = torch.ones(len(computed_tokens(micro)), dtype=torch.float64, device=micro.ids.device)
     if micro.trees is not None:
-        weights = torch.from_numpy(np.bincount(micro.trees.slot, minlength=len(weights))).to(weights)
+        counts = np.bincount(micro.trees.slot, minlength=len(weights)).astype(np.float64)
+        (weights,) = to_device([counts], weights.device)
     replay = recorded if options.replay else None
     return ExpertContext(parity=parity, replay=replay, record=recorded is not None, weights=weights, loss=loss)
 

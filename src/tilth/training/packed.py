@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilth.core.batch import Jagged
+from tilth.core.device import to_device, to_host
 from tilth.core.errors import LossMaskError, PlanError
 from tilth.core.media import MEDIA, check_media, unpack_media
 from tilth.core.trajectory import OPENS
@@ -65,7 +66,8 @@ class MicroBatch:
     from the critic, 0 where ``mask`` is; ``columns``: the caller's, cut to these sequences. ``trees``: prompts that
     several sequences share, computed once. ``share``: the tokens that this rank computes; all else is of all tokens.
     ``media``: items of the sequences, which have no trees then. ``offload``: share of the activations' rows that moves
-    to the host.
+    to the host. ``learned``: packed indices of the tokens in the mask, int64; None: found there, for which the host
+    waits.
     """
 
     ids: Tensor
@@ -77,6 +79,7 @@ class MicroBatch:
     share: TokenShare | None = None
     media: tuple[EncoderInput, ...] = ()
     offload: float = 0.0
+    learned: Tensor | None = None
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
     values: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -141,10 +144,6 @@ def cut(
     ranks all but the first have no index, and the rows come when the micro-batch is asked for.
     """
     every = Jagged(np.arange(len(mask)), tokens.offsets)
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
     for planned in plan:
         rows = planned.rows
         part = every.take(rows)
@@ -152,22 +151,26 @@ def cut(
         trees = None
         if planned.shared:
             prompts = prompt_lengths(Jagged(mask[index], part.offsets))
-            marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in planned.groups])[:-1])
-            trees = plant(Jagged(tokens.values[index], part.offsets), prompts, marks)
-        own = {name: tensor(values[index]) for name, values in columns.items() if name != MEDIA}
-        ids, learned = tensor(tokens.values[index]), tensor(mask[index])
+            groups = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in planned.groups])[:-1])
+            trees = plant(Jagged(tokens.values[index], part.offsets), prompts, groups)
+        names, marks = [name for name in columns if name != MEDIA], mask[index]
+        here = [tokens.values[index], marks, np.flatnonzero(marks), *(columns[name][index] for name in names)]
+        ids, own_mask, learned, *given = to_device(here, device)
+        own = dict(zip(names, given))
         unit = Members(context.group, planned.ranks) if context is not None and planned.several else None
         if unit is not None:
             sizes = planned.lengths
-            ids, learned, own = send_rows(unit, int(sizes.sum()), ids, learned, own)
-        opens = own.pop(OPENS, None)
-        seen = sizes if opens is None else _conversations(np.append(0, np.cumsum(sizes)), opens.cpu().numpy())
+            ids, own_mask, own = send_rows(unit, int(sizes.sum()), ids, own_mask, own)
+        seen = sizes
+        if (opens := own.pop(OPENS, None)) is not None:
+            begins = columns[OPENS][index] if unit is None else opens.cpu().numpy()
+            seen = _conversations(np.append(0, np.cumsum(sizes)), begins)
         divided = context is not None and (unit is not None or not context.units)
         share = context.share(seen, device, unit) if context is not None and divided else None
         media = _media(columns[MEDIA][rows], part, device) if MEDIA in columns else ()
         lengths = torch.from_numpy(sizes), torch.from_numpy(seen)
-        given = ids, *lengths, learned, own, trees, share, media
-        yield index, MicroBatch(*given, offload=planned.offload)
+        marked = learned if unit is None else None
+        yield index, MicroBatch(ids, *lengths, own_mask, own, trees, share, media, planned.offload, marked)
 
 
 def _media(packed: np.ndarray, tokens: Jagged, device: torch.device) -> tuple[EncoderInput, ...]:
@@ -235,7 +238,7 @@ def model_input(
         return ModelInput(micro.ids[micro.share.tokens], media=micro.media), micro.share.context(dropout)
     if micro.trees is None:
         return ModelInput(micro.ids, media=micro.media), PackedContext(micro.seen, device, parity, dropout)
-    return ModelInput(micro.ids[torch.from_numpy(micro.trees.source).to(device)]), TreeContext(micro.trees, device)
+    return ModelInput(micro.ids[computed_tokens(micro)]), TreeContext(micro.trees, device)
 
 
 def recorded_of(micro: MicroBatch) -> Tensor | None:
@@ -249,7 +252,7 @@ def computed_tokens(micro: MicroBatch) -> Tensor:
     if micro.share is not None:
         return micro.share.tokens
     every = np.arange(len(micro.ids)) if micro.trees is None else micro.trees.source
-    return torch.from_numpy(every).to(micro.ids.device)
+    return to_device([every], micro.ids.device)[0]
 
 
 def score(model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> None:
@@ -306,9 +309,13 @@ rate: Scorer = partial(appraise, after=True)
 """Scorer of a reward model: the score of a sequence is the value after its last token."""
 
 
+def _learned(micro: MicroBatch) -> Tensor:
+    return torch.nonzero(micro.mask, as_tuple=True)[0] if micro.learned is None else micro.learned
+
+
 def _chosen(micro: MicroBatch, after: bool = False) -> Tensor:
     """Return the tokens in the mask whose state, before or ``after`` them, is on this rank: int64 packed indices."""
-    every = torch.nonzero(micro.mask, as_tuple=True)[0]
+    every = _learned(micro)
     return every if micro.share is None else every[micro.share.here(every - 1 + after)]
 
 
@@ -319,7 +326,7 @@ def _spread(micro: MicroBatch, chosen: Tensor, *values: Tensor, after: bool = Fa
     own = torch.stack(values, 1)
     at_state = own.new_zeros(len(micro.share.tokens), len(values))
     whole = micro.share.whole(at_state.index_copy(0, micro.share.local(chosen - 1 + after), own))
-    every = torch.nonzero(micro.mask, as_tuple=True)[0]
+    every = _learned(micro)
     columns = own.new_zeros(len(micro.ids), len(values)).index_copy(0, every, whole[every - 1 + after])
     return columns.T.contiguous().unbind()
 
@@ -330,7 +337,7 @@ def _states(micro: MicroBatch, hidden: Tensor, at: Tensor) -> Tensor:
         return take_rows(hidden, micro.share.local(at))
     if micro.trees is None:
         return take_rows(hidden, at)
-    slot = torch.from_numpy(micro.trees.slot).to(hidden.device)
+    (slot,) = to_device([micro.trees.slot], hidden.device)
     return hidden.index_select(0, slot[at])  # the end of a prompt comes before several tokens
 
 
@@ -410,8 +417,8 @@ def _without_gradient(
 
     def keep(index: np.ndarray, micro: MicroBatch, hidden: Tensor) -> None:
         score_micro(micro, hidden)
-        for row, name in zip(found, what if micro.has_rows else ()):
-            row[index] = getattr(micro, name).cpu().numpy()
+        for row, values in zip(found, to_host([getattr(micro, name) for name in what]) if micro.has_rows else ()):
+            row[index] = values
 
     run_forward(sharded, begin(), len(micros), keep, parity=parity)
     sharded.share(torch.from_numpy(found))
