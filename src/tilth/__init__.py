@@ -56,6 +56,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # hardly ever repeat, so that would be gigabytes; 32 are enough for the shapes of one layer.
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "32")
+# Packed batches have other sizes each time, so that blocks of a fixed size would divide a GPU's memory into pieces.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # Gloo processes connect on first communication instead of all at once (also read once), so that a role can be made on
 # some workers before the others have joined.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -80,10 +80,17 @@ def test_start_is_fast_and_imports_nothing_heavy(capsys):
     assert result.returncode == 0 and result.stdout.endswith("[]\n")
 
 
-def test_idle_threads_do_not_spin_unless_asked_to():
-    code = "import os, tilth; print(os.environ['GOMP_SPINCOUNT'])"
-    for value, expected in ((None, "1000"), ("5", "5")):
-        environment = {} if value is None else {"GOMP_SPINCOUNT": value}
+OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+
+
+def test_idle_threads_do_not_spin_and_segments_expand_unless_asked_otherwise():
+    code = f"import os, tilth; print(os.environ['GOMP_SPINCOUNT'], os.environ.get('{NEW}'))"
+    expands = "expandable_segments:True"
+    for environment, expected in (
+        ({}, f"1000 {expands}"),
+        ({"GOMP_SPINCOUNT": "5", NEW: "backend:native"}, "5 backend:native"),
+        ({OLD: "backend:native"}, "1000 None"),
+    ):
         result = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,

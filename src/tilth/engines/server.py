@@ -23,6 +23,8 @@ _TAIL = 12
 """Lines of the log in an error."""
 _HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Environment variables of this interpreter that would mislead another one."""
+_OWN = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+"""Tilth's default, which the sleep of vLLM refuses."""
 _JSON = "application/json"
 _PROGRAMS = Path(__file__).parent / "servers"
 
@@ -141,4 +143,5 @@ class EngineProcess(Connection):
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment variables without those of its interpreter; what is set wins over ``more``."""
-    return {**more, **{name: value for name, value in os.environ.items() if name not in _HIDDEN}}
+    given = {name: value for name, value in os.environ.items() if name not in _HIDDEN and (name, value) != _OWN}
+    return {**more, **given}
