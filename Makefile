@@ -2,7 +2,7 @@
 # make venv       .venv with everything for development
 # make test       style, types, layers and all quick tests
 # make test-all   and the long ones
-# make gpu        tests and benchmarks on one GPU, 25 minutes, into build/gpu.json; DEVICE=cpu rehearses it
+# make gpu        tests and benchmarks on one GPU, into build/gpu.json; DEVICE=cpu or pretended: without one
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS="..." is passed to pip, for example an index of CPU-only wheels;
 # WORKERS=4 is how many processes run the tests.

@@ -2,11 +2,12 @@
 
     python benchmarks/gpu.py [--device cuda] [--quick] [--json PATH] [--markdown PATH] [--minutes 25] [--parts NAMES]
 
-``make gpu`` runs it, ``make gpu DEVICE=cpu`` rehearses it: every part on a CPU with tiny shapes. A part is a script of
-this folder (or pytest) in a process of its own, with a limit of time; beside Tilth it has ``transformers`` and, where
-they are installed, vLLM, TRL and the ``Trainer`` (which needs ``accelerate``). Models are of 0.5B to 8B parameters with
-random weights, so nothing is downloaded. With fp32 weights and AdamW (16 bytes a parameter), 1.5B is the largest that
-trains on one GPU of 80 GB; of 8B there are generation and what its memory would be.
+``make gpu`` runs it, ``make gpu DEVICE=cpu`` rehearses it: every part on a CPU with tiny shapes. ``make gpu
+DEVICE=pretended`` runs the tests of a GPU on a CPU that pretends to have one (``tests/gpu_free``). A part is a script
+of this folder (or pytest) in a process of its own, with a limit of time; beside Tilth it has ``transformers`` and,
+where they are installed, vLLM, TRL and the ``Trainer`` (which needs ``accelerate``). Models are of 0.5B to 8B
+parameters with random weights, so nothing is downloaded. With fp32 weights and AdamW (16 bytes a parameter), 1.5B is
+the largest that trains on one GPU of 80 GB; of 8B there are generation and what its memory would be.
 
 A part that fails or takes too long is a row with its error, the next ones still run, and the exit status is 1. What the
 time did not suffice for is a row, too. The first row is the machine: device, driver, versions.
@@ -27,7 +28,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,8 @@ from driver import benchmark_parser, write_rows
 
 HERE = Path(__file__).parent
 Row = dict[str, Any]
+PRETENDED, PRETENDED_S = "pretended", 1200.0
+"""``--device`` of tests on a pretended device, and their limit in seconds."""
 RIVALS = ("torch", "transformers", "accelerate", "trl", "vllm")
 
 
@@ -57,7 +60,8 @@ class Part:
         """What is run; its rows, or pytest's report, go to ``result``."""
         if self.script == "pytest":
             tests = ["-q", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={result}", str(HERE.parent / "tests")]
-            return [sys.executable, "-m", "pytest", *tests]
+            plugin = ["-p", "tests.gpu_free.device"] if device == PRETENDED else []
+            return [sys.executable, "-m", "pytest", *plugin, *tests]
         more = f"--quick {self.quick}" if quick else self.arguments
         return [
             sys.executable,
@@ -111,7 +115,9 @@ def machine(device: str) -> Row:
 
     packages = {f"{name}_version": _version(name) for name in RIVALS}
     found: Row = {"part": "machine", "device": "CPU", "python_version": platform.python_version(), **packages}
-    if device != "cpu":
+    if device == PRETENDED:
+        found["device"] = "pretended"
+    elif device != "cpu":
         properties = torch.cuda.get_device_properties(device)
         found |= {"device": properties.name, "device_bytes": properties.total_memory, "driver_version": _driver()}
         found |= {"cuda_version": torch.version.cuda, "compute_capability": f"{properties.major}.{properties.minor}"}
@@ -246,7 +252,7 @@ def options() -> argparse.Namespace:
     """What was asked for."""
     parser = benchmark_parser(__doc__, "tiny shapes, which say nothing about speed; so on a CPU")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu; or pretended")
     parser.add_argument("--minutes", type=float, default=25.0, help="in all")
     parser.add_argument("--parts", default="", help=f"comma-separated, of: {','.join(part.name for part in PARTS)}")
     return parser.parse_args()
@@ -257,7 +263,7 @@ def main() -> None:
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device != "cpu" and not torch.cuda.is_available():
+    if device not in ("cpu", PRETENDED) and not torch.cuda.is_available():
         raise SystemExit(f"--device {device}: torch {torch.__version__} sees no CUDA device here; use --device cpu")
     quick, asked = args.quick or device == "cpu", [name for name in args.parts.split(",") if name]
     if unknown := set(asked) - {part.name for part in PARTS}:
@@ -265,6 +271,8 @@ def main() -> None:
             f"--parts: there is no {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PARTS)}"
         )
     parts = [part for part in PARTS if not asked or part.name in asked]
+    if device == PRETENDED:
+        parts = [replace(part, limit_s=PRETENDED_S) for part in parts if part.script == "pytest"]
     rows = [machine(device)]
     rows += run_all(parts, 60 * args.minutes, lambda part, limit: run(part, device, quick, limit), time.monotonic)
     table = markdown(rows, parts)

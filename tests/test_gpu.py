@@ -1,6 +1,10 @@
-"""What CUDA computes is what a CPU computes: engine and trainer, weights, checkpoints, memory, a run. ``make gpu``."""
+"""What CUDA computes is what a CPU computes: engine and trainer, weights, checkpoints, memory, a run. ``make gpu``.
+
+On a pretended device (``tests.gpu_free``) too; ``slow`` are those that ``make test`` does not run there.
+"""
 
 import copy
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +12,11 @@ import pytest
 import torch
 
 from tests.checkpoint.test_saver import alone
-from tests.engines.reference import CONFIG, make_engine, make_model, make_requests
+from tests.config.test_plugins import forget
+from tests.engines.reference import CONFIG, LORAS, halves, make_engine, make_model, make_requests
+from tests.engines.test_adapters import asked
 from tests.flows import tiny
+from tests.flows.test_episodes import recipe as episodes
 from tests.scripts import SCRIPTS, script
 from tests.training.test_engine import batch, reference_loss
 from tilth.api import run_recipe
@@ -27,11 +34,16 @@ from tilth.training.packed import packed_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
+SLOW = pytest.mark.slow
+FP32, BF16 = pytest.param(torch.float32, marks=SLOW, id="fp32"), pytest.param(torch.bfloat16, id="bf16")
 APART = {torch.float32: DEFAULT_MISMATCH["fp32"], torch.bfloat16: DEFAULT_MISMATCH["bf16"]}
 """Largest difference of two log-probs of one token: at a greater one a run stops."""
 GROUPED = DecoderConfig(
     vocab_size=100, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16,
     qk_norm=True, max_positions=512,
+)  # fmt: skip
+EXPERTS = replace(
+    GROUPED, family="qwen3_moe", num_experts=5, experts_per_token=2, expert_size=24, expert_layers=(1,)
 )  # fmt: skip
 
 
@@ -48,9 +60,17 @@ def rows_of(trajectories):
     return tokens, mask.astype(np.uint8)
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["plain", "grouped"])
-@pytest.mark.parametrize("dtype", APART, ids=str)
+@pytest.mark.parametrize(
+    ("config", "compile"),
+    [
+        pytest.param(CONFIG, False, marks=SLOW, id="plain-eager"),
+        pytest.param(CONFIG, True, marks=SLOW, id="plain-graphs"),
+        pytest.param(GROUPED, False, marks=SLOW, id="grouped-eager"),
+        pytest.param(GROUPED, True, marks=SLOW, id="grouped-graphs"),
+        pytest.param(EXPERTS, False, marks=SLOW, id="experts-eager"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_log_probs_of_the_engine_are_those_of_the_trainer(dtype, config, compile):
     model = make_model(config, dtype=dtype).to(CUDA)
     _, found = sampled(model, compile=compile)
@@ -60,6 +80,7 @@ def test_log_probs_of_the_engine_are_those_of_the_trainer(dtype, config, compile
     assert len(apart) > 600 and apart.max() <= APART[dtype] and apart.mean() <= APART[dtype] / 10
 
 
+@SLOW
 @pytest.mark.parametrize("dtype", APART, ids=str)
 def test_scores_are_those_of_a_cpu_in_float64(dtype):
     """Of the same, rounded weights."""
@@ -73,6 +94,7 @@ def test_scores_are_those_of_a_cpu_in_float64(dtype):
     assert np.abs(scored - wanted).max() <= APART[dtype]
 
 
+@SLOW
 def test_activations_on_the_host_change_no_gradient_and_leave_the_device():
     config, found = replace(GROUPED, num_layers=6), []
     tokens, mask = batch((400, 300, 500, 200))
@@ -90,8 +112,8 @@ def test_activations_on_the_host_change_no_gradient_and_leave_the_device():
     assert found[2][1] < found[1][1]
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", APART, ids=str)
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=SLOW)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_a_training_step_is_that_of_a_cpu_in_float64(dtype, compile):
     config = DecoderConfig(
         vocab_size=11, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True
@@ -118,6 +140,43 @@ def test_a_training_step_is_that_of_a_cpu_in_float64(dtype, compile):
     assert moved.mean() < (1e-5 if dtype == torch.float32 else 1e-3) and moved.max() <= 0.0201
 
 
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=SLOW), True], ids=["apart", "shared"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gradients_of_samples_of_a_prompt_are_those_of_a_cpu_in_float64(dtype, shared):
+    """Computed once for all of them, as a tree, or apart; with windows too."""
+    config = replace(GROUPED, sliding_window=12, window_layers=(1,))
+    rng = np.random.default_rng(0)
+    prompts, ends = rng.integers(0, 100, (3, 20)), (5, 17, 9)
+    tokens = Jagged.of([np.append(prompt, rng.integers(0, 100, n)) for prompt in prompts for n in ends])
+    mask = np.concatenate([np.arange(20 + n) >= 20 for _ in prompts for n in ends]).astype(np.uint8)
+    if not shared:
+        tokens = Jagged(np.where(mask, tokens.values, rng.integers(0, 100, len(mask))), tokens.offsets)
+    made = make_model(config, dtype=torch.float32, scale=2.0)
+    exact = Decoder(config, torch.float64).double()
+    exact.load_state_dict({name: p.double() for name, p in made.state_dict().items()})
+    made.dtype = dtype
+    norms = []
+    for model in (made.requires_grad_(True).to(CUDA), exact):
+        engine = TrainEngine(model, OptimizerConfig(lr=0.01), total_steps=9, micro_tokens=150)
+        norms.append(engine.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum()))))
+    assert norms[0].computed == norms[1].computed and (norms[0].computed < len(mask)) == shared
+    rel = 1e-5 if dtype == torch.float32 else 2e-2
+    assert norms[0].loss == pytest.approx(norms[1].loss, rel=rel)
+    assert norms[0].grad_norm == pytest.approx(norms[1].grad_norm, rel=10 * rel)
+
+
+@SLOW
+def test_adapters_of_requests_are_those_of_a_cpu():
+    said = []
+    for device in ("cpu", "cuda"):
+        engine = make_engine(make_model(GROUPED), device=device)
+        for name, lora in LORAS.items():
+            engine.load_adapter(name, lora, halves(name, GROUPED))
+        said.append([t.tokens.tolist() for t in engine.generate(asked("", *LORAS))])
+    assert np.mean([a == b for a, b in zip(*said)]) > 0.9
+
+
+@SLOW
 @pytest.mark.parametrize("dtype", APART, ids=str)
 def test_the_engine_generates_with_the_weights_that_the_trainer_has(dtype):
     model, other = (make_model(GROUPED, seed=seed).to(CUDA) for seed in (0, 1))
@@ -148,6 +207,8 @@ def test_a_checkpoint_goes_from_one_device_to_the_other_and_back(tmp_path):
         assert all(torch.equal(into[name].cpu(), kept[name]) for name in kept)
 
 
+@pytest.mark.skipif("tests.gpu_free.device" in sys.modules, reason="kernels of a CPU have other buffers")
+@SLOW
 @pytest.mark.parametrize("what", ["training", "generation"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_predicted_memory_is_that_of_the_allocator(monkeypatch, what, dtype):
@@ -156,6 +217,7 @@ def test_predicted_memory_is_that_of_the_allocator(monkeypatch, what, dtype):
     assert 0.8 <= row["predicted_over_peak"] <= 1.6, row
 
 
+@SLOW
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_a_run_learns_as_on_a_cpu(tmp_path, precision, compile):
@@ -172,6 +234,17 @@ def test_a_run_learns_as_on_a_cpu(tmp_path, precision, compile):
     assert ours[-1]["phase"] == "grpo" and ours[-1]["tokens/generated"] > 0
 
 
+@SLOW
+def test_a_run_of_episodes_learns_as_on_a_cpu(tmp_path):
+    losses = []
+    for device in ("cpu", "cuda"):
+        made = episodes(tmp_path / device, train={"device": device})
+        losses.append([record["loss"] for record in read_metrics(tiny.run(made, reward=None).directory)])
+        forget()
+    assert len(losses[1]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@SLOW
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     more = {"train": {"device": "cuda"}, "run": {"name": "it"}}
     tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 3}, **more))

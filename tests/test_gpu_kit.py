@@ -101,3 +101,14 @@ def test_parts_are_scripts_with_columns_that_take_what_they_are_given():
         assert all(f'"{word}"' in text for word in words) and part.columns
     assert sum(part.limit_s for part in made.PARTS) <= 27 * 60
     assert json.dumps(made.machine("cpu"))
+
+
+def test_a_pretended_device_runs_the_tests_alone(gpu, monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(gpu, "run", lambda part, device, quick, limit: given.append((part.name, device)) or [])
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "pretended"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert given == [("tests", "pretended")]
+    assert "tests.gpu_free.device" in gpu.PARTS[0].command("pretended", False, tmp_path / "report")
+    assert "tests.gpu_free.device" not in gpu.PARTS[0].command("cuda", False, tmp_path / "report")

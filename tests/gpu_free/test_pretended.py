@@ -1,0 +1,184 @@
+"""What engine and trainer ask of a device, counted on the pretended one, and faults that it must see.
+
+In a process of its own, which ``test_rehearsal`` starts.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engines.reference import make_engine, make_model
+from tests.gpu_free.counts import (
+    CUDA,
+    GREEDY,
+    SAMPLED,
+    TOP_P,
+    captures,
+    decode_step,
+    device,
+    engine_in_flight,
+    shape,
+    trainer,
+    update,
+)
+from tests.training.test_engine import batch
+from tilth.core.device import to_device, to_host
+from tilth.engines import runner
+from tilth.engines.cache import KVCache
+from tilth.engines.request import Request, SamplingParams
+from tilth.engines.runner import Graphs
+from tilth.models.activations import HostActivations
+from tilth.training.engine import negative_log_likelihood
+from tilth.training.packed import packed_logprobs
+
+SLOW = pytest.mark.slow
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device is None, reason="needs the pretended device")]
+
+
+def test_arrays_of_all_kinds_go_to_the_device_and_back():
+    rng = np.random.default_rng(0)
+    arrays = [np.arange(5), np.array([True, False, True]), rng.normal(size=(3, 5)).astype(np.float32), np.zeros(0)]
+    arrays += [np.arange(9, dtype=np.uint8)[::2], rng.normal(size=(2, 2)), np.array([7], np.int32)]
+    with device.counted() as counts:
+        there = to_device(arrays, CUDA)
+    assert counts.beside == 1 and not counts.waits and all(tensor.is_cuda for tensor in there)
+    with device.counted() as counts:
+        back = to_host([*there, there[0].sum()])
+    assert counts.waits.total() == 1 and back.pop() == 10
+    for array, other in zip(arrays, back):
+        assert array.dtype == other.dtype and np.array_equal(array, other)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, pytest.param(GREEDY, marks=SLOW)], ids=["sampled", "greedy"])
+def test_a_decode_step_of_a_graph_waits_once(params):
+    counts = decode_step(params, compile=True)
+    assert counts.graphs == 1 and counts.beside <= 6 and counts.waits.total() == 1, counts.where
+
+
+def test_an_eager_decode_step_waits_once():
+    counts = decode_step(SAMPLED)
+    assert not counts.graphs and counts.waits.total() == 1, counts.where
+
+
+@SLOW
+def test_filters_wait_once_and_top_p_once_more():
+    """Top-p needs as many tokens as its mass asks for."""
+    for params, waits in ((SamplingParams(max_tokens=40, top_k=5, min_p=0.1), 1), (TOP_P, 2)):
+        counts = decode_step(params, compile=True)
+        assert counts.waits.total() <= waits, counts.where
+
+
+@SLOW
+def test_a_pass_over_prompts_waits_for_the_tokens_that_are_drawn():
+    engine = engine_in_flight(SAMPLED, rows=4, compile=True)
+    engine.submit([Request(100 + i, [7, 8, 9 + i], SAMPLED) for i in range(4)])
+    with device.counted() as counts:
+        engine.poll()
+    assert counts.waits.total() <= 2 and counts.graphs == 1, counts.where
+
+
+@SLOW
+def test_answers_of_all_lengths_need_few_graphs():
+    """Of each number of rows one, whatever the lengths; the tokens are a CPU's."""
+    graphs, requests, said = captures()
+    wanted = make_engine(make_model()).generate(requests)
+    assert graphs <= 8
+    assert np.mean([a.tokens.tolist() == b.tokens.tolist() for a, b in zip(said, wanted)]) > 0.9
+
+
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=SLOW), "shared", "policy"])
+def test_a_micro_batch_waits_for_nothing(how):
+    few, many = (update(count, how, shape(1)) for count in (1, 3))
+    assert few.beside < many.beside and few.waits.total() == many.waits.total() <= 4, many.where
+
+
+def test_log_probs_wait_once_a_micro_batch():
+    tokens, mask = batch((30, 20, 40, 25))
+    model = make_model(shape(), dtype=torch.bfloat16).to(CUDA)
+    with device.counted() as counts:
+        packed_logprobs(model, tokens, mask, max_tokens=64)
+    assert counts.waits.total() <= 3, counts.where
+
+
+# ---- faults ----
+
+
+def same_as_a_cpu():
+    """Return the share of the answers of graphs that are a CPU's, with log-probs.
+
+    Few rows decode, more are placed, which need a larger cache, and few are left.
+    """
+    requests = [Request(i, [3, i], SamplingParams(max_tokens=5 + 10 * (i < 4), temperature=0.0)) for i in range(12)]
+    model = make_model(shape(1), dtype=torch.float32)
+    engine, wanted = make_engine(model, device=CUDA, compile=True), make_engine(model).generate(requests)
+    engine.submit(requests[:4])
+    found = [t for _ in range(3) for t in engine.poll()]
+    engine.submit(requests[4:])
+    while engine.pending:
+        found += engine.poll()
+    said = {t.id: t for t in found}
+    alike = [np.array_equal(t.tokens, said[t.id].tokens) for t in wanted]
+    return np.mean([a and np.allclose(t.logprobs, said[t.id].logprobs, atol=1e-4) for a, t in zip(alike, wanted)])
+
+
+def test_graphs_answer_as_a_cpu():
+    assert same_as_a_cpu() > 0.9
+
+
+def test_a_tensor_left_on_the_host_is_seen(monkeypatch):
+    monkeypatch.setattr(runner, "to_device", lambda arrays, device: [torch.from_numpy(array) for array in arrays])
+    with pytest.raises(device.DeviceFault):
+        decode_step(SAMPLED)
+
+
+def test_a_number_read_in_a_decode_step_is_seen(monkeypatch):
+    choose = runner.choose_from
+
+    def reads(logp, *rest):
+        assert logp.amax().item() <= 0
+        return choose(logp, *rest)
+
+    monkeypatch.setattr(runner, "choose_from", reads)
+    assert decode_step(SAMPLED).waits.total() == 2
+    with pytest.raises(device.DeviceFault):
+        decode_step(SAMPLED, compile=True)
+
+
+def test_an_input_of_a_graph_that_is_not_static_is_seen(monkeypatch):
+    capture = Graphs._capture
+
+    def elsewhere(*args):
+        found = capture(*args)
+        return found._replace(flat=found.flat.clone())
+
+    monkeypatch.setattr(Graphs, "_capture", elsewhere)
+    assert same_as_a_cpu() < 0.9
+
+
+def test_a_capture_of_a_cache_laid_out_anew_is_seen(monkeypatch):
+    layout = KVCache.layout
+
+    def unnoticed(self, *args):
+        layout(self, *args)
+        self.layouts = 1
+
+    monkeypatch.setattr(KVCache, "layout", unnoticed)
+    assert same_as_a_cpu() < 0.9
+
+
+def test_a_copy_that_the_computing_stream_does_not_wait_for_is_seen(monkeypatch):
+    def norm():
+        tokens, mask = batch((40, 30, 50, 20))
+        engine = trainer(dtype=torch.float32, micro_tokens=200, offload=1.0)
+        return engine.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum()))).grad_norm
+
+    assert np.isfinite(norm())
+    fetch = HostActivations.fetch
+
+    def hasty(self, moved):
+        found = fetch(self, moved)
+        moved.ready = None
+        return found
+
+    monkeypatch.setattr(HostActivations, "fetch", hasty)
+    assert not np.isfinite(norm())
