@@ -256,8 +256,9 @@ def first_batch(contender: str, sources: Sources, ranks: int, policy: int | None
     with started(contender, sources, ranks, steps=1, **more) as made:
         made.hear()
         try:
-            for process in made.processes if policy is not None else ():
-                os.sched_setscheduler(process.pid, policy, os.sched_param(1))
+            if policy is not None:
+                for process in made.processes:
+                    os.sched_setscheduler(process.pid, policy, os.sched_param(1))
         except PermissionError:
             return None
         made.tell()

@@ -264,8 +264,8 @@ class AdapterBank:
         for own, some in zip(source, rows):
             own[: len(some)] = some
         real = np.flatnonzero(np.arange(most) < np.array([[len(some)] for some in rows]))
-        every, places = to_device([source.ravel(), real], self._sharded.device)
-        places = None if len(real) == source.size else places
+        every, some_places = to_device([source.ravel(), real], self._sharded.device)
+        places = None if len(real) == source.size else some_places
         return _RowGroup(self._stacked(adapters), every, places, every if places is None else every[places])
 
     def _stacked(self, adapters: Sequence[LoadedAdapter]) -> Halves:

@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
             ParallelDims.alone(), engine=True, device=device,
         )  # fmt: skip
         made.load_(weights)
-        self._runner = Runner(made.model, False, False, self.device)
+        self._runner = Runner(made.model, False, False, self.device, ROWS)
         self._slab = KVCache(config, dtype, self.device, latent=True)
         self._rows: dict[int, _Chain] = {}
         self._free = list[int]()

@@ -270,7 +270,7 @@ def _passed(model: Decoder, texts: Sequence[np.ndarray], parity: bool, serving: 
     device = model.head_weight.device
     context = PackedContext([len(text) for text in texts], device, parity)
     with serving(len(context.positions)):
-        return ids, model(ModelInput(*to_device([ids], device)), context)
+        return ids, model(ModelInput(to_device([ids], device)[0]), context)
 
 
 @torch.inference_mode()

@@ -103,9 +103,13 @@ class RuleColumns(NamedTuple):
 
     def on(self, tensors: Sequence[Tensor]) -> Rules:
         """Return the rules, given ``tensors`` on a device."""
-        filtered = bool(self.filtered.any())
+        filtered, (temperature, greedy, top_k, top_p, min_p) = bool(self.filtered.any()), tensors
         return Rules(
-            *tensors,
+            temperature=temperature,
+            greedy=greedy,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             unit=bool((self.temperature == 1).all()),
             filtered=filtered,
             any_greedy=bool(self.greedy.any()),

@@ -172,7 +172,7 @@ def varlen_attention(
 
     repeats, width = q.shape[1] // k.shape[1], v.shape[2]
     how: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if repeats > 1 and torch.__version__ >= (2, 12):
+    if repeats > 1 and torch.__version__ >= "2.12":
         how["enable_gqa"] = True
     elif repeats > 1:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
@@ -248,7 +248,7 @@ class PackedContext:
         self._masks: dict[tuple[_PaddedGroup, int | None, torch.dtype], Tensor] = {}
         source, slot = self._plan(starts, place)
         ends = np.append(0, np.cumsum(self._lengths)).astype(np.int32)
-        tables = [place, np.repeat(self._lengths, self._lengths), ends, slot, *source]
+        tables: list[np.ndarray] = [place, np.repeat(self._lengths, self._lengths), ends, slot, *source]
         self.positions, self.extents, self._ends, self._slot, *own = to_device(tables, self.device)
         self._source = own[0] if own else None
 

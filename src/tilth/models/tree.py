@@ -172,8 +172,8 @@ class TreeContext:
         place = np.arange(len(begin)) - begin
         seen = np.where(place < before, trunk + place, start + place - before)
         tables = [seen, *_images(seen, np.ones(len(seen), bool), self._tokens), *ends]
-        *own, queries, others = to_device(tables, self.device)
-        return _Packed(*own, (queries, others), (int(s.own.max()), int(keys.max())))
+        own, images, first, queries, others = to_device(tables, self.device)
+        return _Packed(own, images, first, (queries, others), (int(s.own.max()), int(keys.max())))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
@@ -181,8 +181,9 @@ class TreeContext:
         if not self._tokens:
             return q.new_empty(*q.shape[:2], v.shape[2])
         if sinks is None and varlen_serves(q):
-            seen, images, first, *how = self._packed
-            return varlen_attention(q, *(spread_rows(x, seen, images, first) for x in (k, v)), *how, window)
+            seen, images, first, ends, longest = self._packed
+            k, v = (spread_rows(x, seen, images, first) for x in (k, v))
+            return varlen_attention(q, k, v, ends, longest, window)
         if not self._groups:
             self._plan()
         q = pad_rows(q, self._asked, self._slot)
