@@ -100,7 +100,11 @@ def test_activations_on_the_host_change_no_gradient_and_leave_the_device():
     tokens, mask = batch((400, 300, 500, 200))
     for share in (0.0, 0.5, 1.0):
         engine = TrainEngine(
-            make_model(config).to(CUDA), OptimizerConfig(lr=1e-3), total_steps=9, micro_tokens=700, offload=share
+            make_model(config).requires_grad_(True).to(CUDA),
+            OptimizerConfig(lr=1e-3),
+            total_steps=9,
+            micro_tokens=700,
+            offload=share,
         )
         losses = []
         for _ in range(2):  # the second step finds the allocator's memory as the first one has left it

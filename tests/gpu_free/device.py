@@ -268,6 +268,12 @@ def _composite(func):
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+@functools.cache
+def _views(func):
+    aliases = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
 def run(func, args, kwargs):
     """Check, count and compute one operation, some of whose tensors are on the device."""
     if func is torch.ops.prim.device.default:
@@ -302,7 +308,10 @@ def run(func, args, kwargs):
         Graph.current.steps.append((func, inner_args, inner_kwargs, found))
     if to_host:
         return args[0] if name == "aten.copy_" else found
-    out = tree_map(lambda x: DeviceTensor(x) if isinstance(x, torch.Tensor) else x, found)
+    # A view of a tensor that is none of inference is none either, also in inference mode.
+    normal = bool(there) and _views(func) and not there[0].is_inference() and torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if normal else contextlib.nullcontext():
+        out = tree_map(lambda x: DeviceTensor(x) if isinstance(x, torch.Tensor) else x, found)
     if name in ("aten.copy_", "aten.set_") and not isinstance(args[0], DeviceTensor):
         return args[0]
     return return_and_correct_aliasing(func, args, kwargs, out) if there else out

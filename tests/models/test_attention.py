@@ -212,7 +212,8 @@ def test_positions_and_extents() -> None:
 def test_flash_attention_is_asked_for_the_same_thing(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel by its documentation, in plain Python: is what we hand it what the other kernels compute?"""
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1] if enable_gqa else 1, 1) for x in (k, v))
         assert cu_q.dtype == cu_k.dtype == torch.int32 and q.shape == k.shape == v.shape
         assert max_q == max_k == int(cu_q.diff().max()) and window_size[1] == 0
         left = window_size[0] if window_size[0] >= 0 else max_q
@@ -228,7 +229,7 @@ def test_flash_attention_is_asked_for_the_same_thing(window: int | None, monkeyp
     q, k, v = random_qkv(sum(lengths), hd=32)
     expected = PackedContext(lengths).attend(0, q, k, v, window)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
-    monkeypatch.setattr(PackedContext, "_varlen", lambda self, q: True)
+    monkeypatch.setattr("tilth.models.attention.varlen_serves", lambda q: True)
     torch.testing.assert_close(PackedContext(lengths).attend(0, q, k, v, window), expected, atol=1e-5, rtol=1e-5)
 
 
