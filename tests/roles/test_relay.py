@@ -350,7 +350,7 @@ def test_a_removed_relay_is_an_error(world):
     world.publish(weights(1), 1)
     reader = world.open()
     world.open().remove()
-    with raises(StorageError, "relay"):
+    with raises(StorageError, "weight_sync.relay"):
         reader.pull(Holder(), world.wanted, 9)
 
 
@@ -569,13 +569,13 @@ class Nodes:
             world.path.parent.mkdir()
         self.spread = spread
 
-    def publish(self, whole, number, since):
+    def publish(self, whole, number, since, keeps=()):
         """Write a version, bring it to the other node, or both ways; return its bytes on the way."""
         packed, publication = {}, Publication(number, 10 * number)
         for rank in self.each[0].open().writers:
             world = self.each[rank if self.spread else 0]
-            world.publish(whole, number, 10 * number, ranks=[rank])
-            packed[rank] = world.open().pack(publication, rank, since)
+            world.publish(whole, number, 10 * number, ranks=[rank], keeps=keeps)
+            packed[rank] = world.open().pack(publication, rank, since, keeps)
         for world in self.each if self.spread else self.each[1:]:
             world.open().unpack(publication, since, {rank: partial(packed.get, rank) for rank in packed})
         return sum(one.values.nbytes for one in packed.values())
@@ -617,6 +617,23 @@ def test_changes_of_another_version_than_the_newest_are_refused(folder):
     far.unpack(Publication(2, 2), 1, {0: lambda: packed})
     far.unpack(Publication(3, 3), 2, {0: lambda: later})
     same(nodes.each[1].pull()[1], {n: t.bfloat16() for n, t in changed(whole, 2).items()})
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_names_that_are_kept_do_not_travel(folder, spread):
+    """As the base of adapters, which a relay of another node must have."""
+    nodes, whole = Nodes(folder, Mesh(("fsdp",), (2,)), spread), weights(0)
+    keeps = whole.keys() - {NAME}
+    nodes.publish(whole, 1, 0)
+    for number, since in ((2, 0), (3, 2), (4, 3)):
+        whole = {n: t if n in keeps else -t * number for n, t in whole.items()}
+        assert 0 < nodes.publish({NAME: whole[NAME]}, number, since, keeps) < 0.3 * nodes.each[0].open().nbytes
+        for world in nodes.each:
+            same(world.pull()[1], {n: t.bfloat16() for n, t in whole.items()})
+    fresh = World(folder, Mesh(("fsdp",), (2,)), ENGINE, torch.bfloat16, name="fresh").open()
+    near = nodes.each[0].open()
+    with raises(WeightMismatch, "relay.since"):
+        fresh.unpack(Publication(4, 40), 0, {0: lambda: near.pack(Publication(4, 40), 0, 0, keeps)})
 
 
 @pytest.mark.parametrize("at", [0, 20, -1])

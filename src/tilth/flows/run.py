@@ -81,7 +81,8 @@ class Run:
         self._publisher: Publisher | None = None
         if roles.weight_sync is not None and roles.rollout is not None and has_relay(recipe):
             meshes, every = (roles.policy.mesh, roles.rollout.mesh), recipe.rollout.whole_every
-            self._publisher = Publisher(roles.weight_sync, *meshes, store, every)
+            apart = recipe.rollout.adapters == "adapter"
+            self._publisher = Publisher(roles.weight_sync, *meshes, store, every, adapters=apart)
         self.sampler = Sampler(*given)
         if recipe.rollout.staleness:
             events, again = directory.experience_log(), directory.replay

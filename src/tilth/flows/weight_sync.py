@@ -38,17 +38,25 @@ class Publisher:
     """
 
     def __init__(
-        self, weight_sync: WorkerGroup, policy: Mesh, rollout: Mesh, store: LeasedStore, whole_every: int
+        self,
+        weight_sync: WorkerGroup,
+        policy: Mesh,
+        rollout: Mesh,
+        store: LeasedStore,
+        whole_every: int,
+        *,
+        adapters: bool = False,
     ) -> None:
         """policy, rollout: meshes of the roles of these names; whole_every: of so many versions that go to relays of
-        other nodes the first is whole."""
+        other nodes the first is whole; adapters: engines take these apart from their base, which goes there once."""
         self.store, self._whole_every, place = store, whole_every, weight_sync.mesh.ranks.index
+        self._bases = int(adapters)
         self._apart = len({*weight_sync.relay_id("rollout")}) > 1
         """There are other nodes."""
         self._sent: list[SentVersion] = []
-        """To relays of other nodes, from the last whole version on."""
-        self._kept: Lease | None = None
-        """Of what they are."""
+        """To relays of other nodes: the version with the base of adapters, then all from the last whole one on."""
+        self._kept: list[Lease] = []
+        """Of each."""
         self.sent_bytes = 0
         """Of the newest of them."""
         self._policy = weight_sync.part("to", [place(rank) for rank in policy.ranks])
@@ -92,20 +100,20 @@ class Publisher:
 
     def _pack(self) -> None:
         """Let relays of other nodes have the newest version: whole, or what has changed since the one before."""
-        if len(self._sent) == self._whole_every:
-            self._free()
-        self._kept = self._kept or self.store.lease("weights")
-        since = self._sent[-1].publication.number if self._sent else 0
-        with self.store.under(self._kept):
-            packed = self._policy.pack("rollout", self._newest, since)
+        if len(self._sent) == self._bases + self._whole_every:
+            self._free(self._bases)
+        since = self._sent[-1].publication.number if len(self._sent) > self._bases else 0
+        self._kept.append(self.store.lease("weights"))
+        with self.store.under(self._kept[-1]):
+            packed = self._policy.pack("rollout", self._newest, since, base=not self._sent)
         columns = {writer: handle for one in packed for writer, handle in one.items()}
         self.sent_bytes = sum(handle.nbytes for handle in columns.values())
         self._sent.append(SentVersion(self._newest, since, columns))
 
-    def _free(self) -> None:
-        if self._kept is not None:
-            self._kept.release()
-        self._sent, self._kept = [], None
+    def _free(self, first: int = 0) -> None:
+        """Free what was sent, from this place on."""
+        self.store.release(*self._kept[first:])
+        self._sent, self._kept = self._sent[:first], self._kept[:first]
 
     def wait(self) -> None:
         """Wait for pulls under way, and free what they have taken. Raises what stopped one."""

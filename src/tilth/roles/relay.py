@@ -218,18 +218,17 @@ class Relay:
             if newest is None or name not in keeps:
                 message = f"version {publication.version} of the weights lacks {name} of rank {writer}"
                 raise ArgumentError(message, key=name)
-            if not held or sums[i] != newest.sums[i]:
-                self._bytes(slot, i).copy_(self._bytes(newest.slot, i))
-                sums[i] = newest.sums[i]
+            self._keep(slot, i, newest, held=held)
         self._set_stamp(slot, writer, publication)
 
     # ---- other nodes ----
 
-    def pack(self, publication: Publication, writer: int, since: int) -> Jagged:
+    def pack(self, publication: Publication, writer: int, since: int, keeps: Container[str] = ()) -> Jagged:
         """Return this writer's pieces of a version that it has written, for relays of other nodes.
 
         since: number of the publication that those have, whose changes are enough; 0: whole pieces. WeightMismatch if
-        it is not the one before. Rows: the checksums, then each piece (``relay_delta``), uint8.
+        it is not the one before. keeps: names whose values they have for good. Rows: the checksums, then each piece
+        (``relay_delta``), or nothing of one that they keep, uint8.
         """
         slot = next(s for s in range(SLOTS) if self._stamp(s, writer, self._sums_of(s)) == publication)
         old = self._find(1 - slot)
@@ -238,6 +237,9 @@ class Relay:
         mine = self._mine[writer]
         rows = [self._sums_of(slot)[mine].view(np.uint8)]
         for i in mine:
+            if self.pieces[i].name in keeps:
+                rows.append(np.empty(0, np.uint8))
+                continue
             new = self._bytes(slot, i).numpy()
             rows.append(relay_delta.packed(new, self._bytes(old.slot, i).numpy()) if since and old else new)
         return Jagged.of(rows)
@@ -253,11 +255,17 @@ class Relay:
         slot = 0 if newest is None else 1 - newest.slot
         for writer, column in packed.items():
             sums, mine = self._sums_of(slot), self._mine[writer]
-            if self._stamp(slot, writer, sums) == publication:
+            stamp = self._stamp(slot, writer, sums)
+            if stamp == publication:
                 continue
             self._set_stamp(slot, writer, None)
             rows = column()
             for row, i in enumerate(mine, 1):
+                if not len(rows.row(row)):
+                    if newest is None:
+                        raise self._no_base(since, newest)
+                    self._keep(slot, i, newest, held=stamp is not None)
+                    continue
                 old = self._bytes(slot if newest is None else newest.slot, i).numpy()
                 try:
                     self._bytes(slot, i).numpy()[:] = relay_delta.unpacked(rows.row(row), old)
@@ -267,6 +275,13 @@ class Relay:
                     raise WeightMismatch(message, key=name) from None
             sums[mine] = rows.row(0).view(np.uint64)
             self._set_stamp(slot, writer, publication)
+
+    def _keep(self, slot: int, piece: int, newest: _Found, *, held: bool) -> None:
+        """Let a piece of a slot have the values of the newest version. held: the slot's checksums are of its bits."""
+        sums = self._sums_of(slot)
+        if not held or sums[piece] != newest.sums[piece]:
+            self._bytes(slot, piece).copy_(self._bytes(newest.slot, piece))
+            sums[piece] = newest.sums[piece]
 
     def _no_base(self, since: int, found: _Found | None) -> WeightMismatch:
         has = "none" if found is None else str(found.publication.number)
@@ -322,7 +337,7 @@ class Relay:
         if not os.fstat(self._file).st_nlink:
             raise StorageError(
                 f"the relay {self.path} was removed while it was in use: its node has left, or its run has ended",
-                key="relay",
+                key="weight_sync.relay",  # the role to make again
             )
         return self._newest()
 

@@ -85,13 +85,15 @@ class RelaySyncWorker(WeightSyncWorker):
         return size * relay.dtype.itemsize
 
     @transfer(split="all", gather="all")
-    def pack(self, target: str, publication: Publication, since: int) -> dict[int, Handle]:
-        """Put what this rank has published where other nodes find it; see ``Relay.pack``."""
+    def pack(self, target: str, publication: Publication, since: int, *, base: bool) -> dict[int, Handle]:
+        """Put what this rank has published where other nodes find it; see ``Relay.pack``. base: with the base of
+        adapters."""
         relay, rank = self.relays[target], self.context.rank
         if rank not in relay.writers:
             return {}
+        keeps = self.routes[target].wanted.keys() - self._names(target, whole=base).keys()
         with span("pack") as put:
-            found = self.context.store.put("weights", relay.pack(publication, rank, since))
+            found = self.context.store.put("weights", relay.pack(publication, rank, since, keeps))
             put.set(bytes=found.nbytes)
         return {rank: found}
 
@@ -110,7 +112,8 @@ class RelaySyncWorker(WeightSyncWorker):
     def pull(self, target: str, publication: Publication, sent: Sequence[SentVersion] = ()) -> dict[int, Delivery]:
         """Let this rank's receiver take what was published, or what came after it.
 
-        sent: all versions to relays of other nodes from the last whole one on, if there are other nodes.
+        sent: all versions to relays of other nodes from the last whole one on, if there are other nodes; before them
+        the one with the base of adapters.
         WeightMismatch as of ``Relay.pull``, and where the relay does not have it.
         """
         receiver: Receiver = self.context.roles[target]  # type: ignore[assignment]
