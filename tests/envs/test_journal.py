@@ -5,8 +5,10 @@ import pytest
 from tests.envs.test_pool import TALKER, begin, contents, say, take
 from tests.errors import raises
 from tilth.core.errors import DataError
-from tilth.envs.journal import KEPT, ObservationJournal
+from tilth.envs import journal as journal_module
+from tilth.envs.journal import KEPT, Heard, ObservationJournal
 from tilth.envs.pool import EnvironmentPool
+from tilth.envs.process import Asked
 
 pytestmark = pytest.mark.dist
 
@@ -68,13 +70,35 @@ def test_an_episode_of_an_asynchronous_run_goes_on_where_its_newest_course_ended
     assert found == [] and [heard.value for heard in journal._all[0]][2]["messages"][0]["content"] == "2 x"
     pool.keep(journal)
     begin(pool, 0)  # nothing is known of one that begins once more
-    assert (tmp_path / "attempt-000003-rank-0.jsonl").read_text().count("begin") == 1
+    assert (tmp_path / "attempt-000003-rank-0-part-000000.jsonl").read_text().count("begin") == 1
     last = attempt(tmp_path, 4)
     last.recall([0], 1)
     assert not last.known  # lower ids are not read
     last = attempt(tmp_path, 4)
     last.recall([0], 0)
     assert [heard.asked.op for heard in last.known[0]] == ["begin"]
+
+
+def test_parts_of_a_journal_that_have_no_episode_to_recall_are_not_read(tmp_path, monkeypatch):
+    """An episode in flight at the end of a part goes on in the next one."""
+    monkeypatch.setattr(journal_module, "PART", 1)
+    journal = attempt(tmp_path, 1)
+    for part in ([(0, 0), (1, 0)], [(1, 1), (2, 0)], [(2, 1)]):
+        for episode, place in part:
+            journal.write(place, Heard(Asked(episode, "step", {}), [episode, place]))
+        journal.end_part()
+    journal.write(0, Heard(Asked(3, "begin", {}), [3, 0]))
+    paths = sorted(tmp_path.iterdir())
+    paths[0].write_text(paths[0].read_text().replace("step", '"'))  # no JSON any more
+    again = attempt(tmp_path, 2)
+    again.recall([2, 3], 2)
+    assert {i: [heard.value for heard in known] for i, known in again.known.items()} == {
+        2: [[2, 0], [2, 1]],
+        3: [[3, 0]],
+    }
+    with raises(DataError, f"{paths[0].name}.1"):
+        attempt(tmp_path, 2).recall([1], 1)
+    assert len(paths) == 4 and len([*tmp_path.iterdir()]) == 5
 
 
 @pytest.mark.parametrize("said", ["raise", "hang"])

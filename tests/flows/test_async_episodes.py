@@ -115,8 +115,8 @@ def test_a_replay_hears_what_environments_have_said(tmp_path):
     check_same(run, again)
     check_same(run, tiny.run(made, name="third", reward=None, replay=again.directory))
     observed = (again.directory / "observations").glob("attempt-*.jsonl")
-    assert [path.name for path in observed] == ["attempt-000001-rank-0.jsonl"]
-    path = run.directory / "observations" / "attempt-000001-rank-0.jsonl"
+    assert [path.name for path in observed] == ["attempt-000001-rank-0-part-000000.jsonl"]
+    path = run.directory / "observations" / "attempt-000001-rank-0-part-000000.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-9]))
     with raises(DataError, "observations"):
         tiny.run(made, name="torn", reward=None, replay=run.directory)
@@ -246,7 +246,7 @@ def test_an_episode_whose_environment_is_not_the_same_again_begins_anew(tmp_path
     run = tiny.run(made, reward=None, name="run")
     check_once(run, 6, prompts=4)
     assert any(event.kind == "resume" for event in read_events(run.directory / EVENTS))
-    journal = (run.directory / "observations" / "attempt-000002-rank-0.jsonl").read_text()
+    journal = (run.directory / "observations" / "attempt-000002-rank-0-part-000000.jsonl").read_text()
     assert journal.count('"differs"') > 0 == sum(record["reward/missing"] for record in read_metrics(run.directory))
     check_same(run, tiny.run(made, name="again", reward=None, replay=run.directory))
 

@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import math
+import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,6 +17,9 @@ KEPT = 4
 """Calls whose journals are kept."""
 FORMAT = 2
 """Of the lines."""
+PART = 1 << 20
+"""Bytes of a part of an attempt's journal, beyond which ``end_part`` ends it."""
+_END = re.compile(rb"\n\[(\d+)\]\n\Z")
 Status = Literal["ok", "error", "timeout", "died", "differs"]
 
 
@@ -29,12 +35,15 @@ class Heard(NamedTuple):
 
 class ObservationJournal:
     """A file with a line for each answer: episode, op, argument, value, place in the episode, reason and status. A line
-    voids those of its episode at its place and behind it, which are of another course."""
+    voids those of its episode at its place and behind it, which are of another course. That of an attempt is in parts,
+    each of which ends with a line of its highest episode."""
 
     def __init__(self, path: Path, earlier: Iterable[Path] = (), complete: bool = False) -> None:
         """earlier: files for ``recall``, the oldest first. complete: nothing may be asked that they do not have."""
         make_folder(path.parent)
         self.path, self.complete, self.closed, self._earlier = path, complete, False, [*earlier]
+        self._highest = math.inf if path.exists() else -1
+        """Highest episode in the file; inf: unknown."""
         self._lines = Lines(path, text=True)
         self._all: dict[int, list[Heard]] | None = None
         self.known: dict[int, list[Heard]] = {}
@@ -56,10 +65,13 @@ class ObservationJournal:
         """Open the journal of a rank in an attempt of an asynchronous run, whose episodes may have begun on any rank in
         earlier ones. attempt: counts up; complete: of a replay."""
         earlier = sorted(folder.glob("attempt-*.jsonl"))
-        return cls(folder / f"attempt-{attempt:06d}-rank-{rank}.jsonl", earlier, complete)
+        own = f"attempt-{attempt:06d}-rank-{rank}-part"
+        newest = max(0, sum(path.name.startswith(own) for path in earlier) - 1)
+        return cls(folder / f"{own}-{newest:06d}.jsonl", earlier, complete)
 
     def recall(self, episodes: Iterable[int], least: int) -> None:
-        """Know what earlier files have of these episodes. least: lowest id of all for which this is called."""
+        """Know what earlier files have of these episodes. least: lowest id of all for which this is called; parts that
+        have no such episode are not read."""
         if self._all is None:
             self._all = _read(self._earlier, least)
         self.known |= {i: [*self._all[i]] for i in episodes if i in self._all}
@@ -68,6 +80,20 @@ class ObservationJournal:
         """Write an answer before it is used. place: number of answers that its episode had before. StorageError."""
         line = [*heard.asked, heard.value, place, heard.reason, heard.status]
         self._lines.append(json.dumps(line, default=str))
+        self._highest = max(self._highest, heard.asked.episode)
+
+    def end_part(self) -> None:
+        """Go on in a new file once this one is long. Call it at a commit: who recalls the episodes that are in flight
+        then need not read far behind it. StorageError."""
+        if self.path.stat().st_size < PART:
+            return
+        if self._highest < math.inf:
+            self._lines.append(json.dumps([self._highest]))
+        self._lines.sync()
+        self._lines.close()
+        stem, _, number = self.path.stem.rpartition("-")
+        self.path = self.path.with_name(f"{stem}-{int(number) + 1:06d}.jsonl")
+        self._lines, self._highest = Lines(self.path, text=True), -1
 
     def sync(self) -> None:
         """Flush all answers to disk. StorageError."""
@@ -83,9 +109,18 @@ def _read(paths: Iterable[Path], least: int | None = None) -> dict[int, list[Hea
     """Return episode -> what it was asked and answered, of episodes from ``least`` on. DataError."""
     found = dict[int, list[Heard]]()
     for path in paths:
-        lines: Iterable[Any] = iterate_lines(path)
-        for episode, op, argument, value, place, reason, status in lines:
-            if least is None or episode >= least:
+        lines: Iterable[Any] = iterate_lines(path) if least is None or _highest(path) >= least else ()
+        for episode, *rest in lines:
+            if rest and (least is None or episode >= least):
+                op, argument, value, place, reason, status = rest
                 known = found.setdefault(episode, [])
                 known[place:] = [Heard(Asked(episode, op, argument), value, reason, status)]
     return found
+
+
+def _highest(path: Path) -> float:
+    """Return the highest episode of a part that has been ended; inf for another file, which may have any."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 32))
+        found = _END.search(file.read())
+    return int(found[1]) if found else math.inf

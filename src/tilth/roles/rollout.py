@@ -285,8 +285,8 @@ class RolloutWorker:
         for trajectory in flying:
             self.rounds.resume(trajectory, turns.get(trajectory.id, self._params))
 
-    @transfer(split="all", gather="first")
-    def discard(self, ids: Sequence[int]) -> None:
+    @transfer(split="all", gather="merge")
+    def discard(self, ids: Sequence[int]) -> dict[str, Any]:
         """Forget samples that are in flight or have ended, and end their environments."""
         self._note_ended()
         told = [i for i in self._news if i not in ids]
@@ -299,6 +299,7 @@ class RolloutWorker:
             self._before.pop(i, None)
             if self._log is not None:
                 self._log.forget(i)
+        return {}
 
     @transfer(split="all", gather="all")
     def abort(self, ids: Sequence[int] | None = None) -> int:
@@ -364,9 +365,11 @@ class RolloutWorker:
 
     @transfer(split="all", gather="merge")
     def forget(self, below: int) -> dict[str, Any]:
-        """Let the log forget groups below this one. StorageError."""
+        """Let the log forget groups below this one, of which a resume needs nothing. StorageError."""
         if self._log is not None and self.engine.reports:
             self._log.log.forget(below)
+        if self._log is not None and self._observed is not None:
+            self._observed.end_part()
         return {}
 
     @transfer(split="all", gather="first")
