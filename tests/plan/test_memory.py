@@ -80,8 +80,8 @@ def test_an_average_and_the_noise_of_gradients_need_copies():
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
-def test_a_relay_holds_two_versions_of_the_weights_for_all_engines(dp, tp):
-    """In host memory, in the engine's dtype, once on the machine however many engines take from it."""
+def test_a_relay_holds_two_versions_of_the_weights_for_all_engines_of_a_node(dp, tp):
+    """In host memory, in the engine's dtype. On many machines the policy's node has one, and that of each engine."""
     name, pools = "relay's two versions of the weights", f"cluster.pools={{train = 1, rollout = {dp * tp}}}"
     keys = ["cluster.backend=local", pools, "rollout.pool=rollout", "rollout.staleness=2", "train.precision=bf16"]
     keys += [f"rollout.layout.dp={dp}", f"rollout.layout.tp={tp}"]
@@ -91,6 +91,10 @@ def test_a_relay_holds_two_versions_of_the_weights_for_all_engines(dp, tp):
     copies = [item(worker.memory, COPY) for worker in per_rank(recipe, shape, 16)]
     assert found[0] == 0 and sum(found) == 2 * sum(copies) / dp
     assert all(i.host for worker in per_rank(recipe, shape, 16) for i in worker.memory.held if i.name == name)
+    far = load_recipe("addition-grpo", ["cluster.address=node:6379", "cluster.backend=ray", *keys[1:]])
+    policy, *engines = (worker.memory for worker in per_rank(far, shape, 16))
+    assert item(policy, name) == item(policy, "parameters")  # two of half the bytes
+    assert [item(memory, name) for memory in engines] == [2 * size for size in copies[1:]]
     inline = ["rollout.staleness=2", "train.precision=bf16"]
     assert item(predicted(*inline), name) == 0
     assert item(predicted(*inline, "rollout.inflight=finish"), name) == 2 * item(predicted(*inline), COPY)

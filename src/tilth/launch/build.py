@@ -44,6 +44,7 @@ from tilth.models.family import new_config
 from tilth.models.hub import fetched
 from tilth.plan.fit import MemoryUse, places, remedies, verdict
 from tilth.plan.layout import RankPlan, check_shape, place
+from tilth.plan.memory import on_many_machines
 from tilth.plan.packing import divide
 from tilth.plan.schedule import ranks_held
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
@@ -494,9 +495,8 @@ def rooms(recipe: Recipe) -> tuple[Room | None, list[Room]]:
 
     Memory of this process and its children counts as free, since the plan includes it.
     """
-    elsewhere = recipe.cluster.backend == "ray" and bool(recipe.cluster.address)
     host = host_memory()
-    return None if elsewhere else host._replace(free=min(host.total, host.free + _ours())), _gpus(recipe)
+    return None if on_many_machines(recipe) else host._replace(free=min(host.total, host.free + _ours())), _gpus(recipe)
 
 
 def _ours() -> int:

@@ -103,6 +103,8 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     weights = 2 * cut.updated * (comm.weights != "exact")  # that an optimizer steps from, and how they differ
     if left := FP32 * (gradients + weights):
         held += [Item("left out by compression", left), Item("copy of that being saved", left, host=True)]
+    if on_many_machines(recipe):
+        held += _relay(recipe, cut, cut.copies)
     if "noise_scale" in recipe.train.watch:
         held.append(Item("gradients of one micro-batch", own))
     return Need(tuple(held), own, training(recipe, cut, longest, head=head))
@@ -150,7 +152,7 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     records = recipe.train.routing != "own" and recipe.flow_spec.samples
     needs = [_engine_need(recipe, cut, r.layout.tp, asked, names, routing=records) for asked in most]
     need = max(needs, key=lambda need: total((*need.held, *need.generation)))
-    return need._replace(held=(*need.held, *_relay(recipe, cut)))
+    return need._replace(held=(*need.held, *_relay(recipe, cut, 1 if on_many_machines(recipe) else cut.ranks)))
 
 
 def has_relay(recipe: Recipe) -> bool:
@@ -161,12 +163,22 @@ def has_relay(recipe: Recipe) -> bool:
     return bool(r.staleness) and beside and r.engine == "native"
 
 
-def _relay(recipe: Recipe, cut: ShardFactors) -> tuple[Item, ...]:
-    """Return this rank's share of a relay, which holds two versions of the weights of one engine for all engines."""
+def on_many_machines(recipe: Recipe) -> bool:
+    """True if the workers are on the nodes of a Ray cluster that is there already."""
+    return recipe.cluster.backend == "ray" and bool(recipe.cluster.address)
+
+
+def _relay(recipe: Recipe, cut: ShardFactors, sharers: int) -> tuple[Item, ...]:
+    """Return this rank's share of the relay of its node, which holds two versions of the weights of one engine.
+
+    sharers: ranks with the same part of the weights on the node. All engines of one machine share a relay. On many
+    machines each engine may have a node of its own; the policy is taken to be on one, which has a relay too.
+    """
     if not has_relay(recipe):
         return ()
-    size = 2 * (cut.elements + cut.adapters) * element_of(recipe)
-    return (Item("relay's two versions of the weights", size // cut.ranks, host=True),)
+    adapters = cut.adapters if recipe.rollout.adapters == "adapter" else 0
+    size = 2 * (cut.elements + adapters) * element_of(recipe)
+    return (Item("relay's two versions of the weights", size // sharers, host=True),)
 
 
 def shares_memory(recipe: Recipe) -> bool:
