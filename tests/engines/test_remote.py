@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -62,6 +63,24 @@ def test_a_lost_server_is_replaced_with_its_weights_and_asked_for_what_is_missin
     assert len(servers) == 4
     again = servers[2].seen[1]["ask"]
     assert all(len(one["prompt"]) > len(REQUESTS[int(one["wire"].split(".")[0])].prompt) for one in again)
+
+
+def test_a_server_that_stands_still_is_replaced(monkeypatch):
+    servers, stands = standing(monkeypatch), threading.Event()
+    engine, start = remote(patience=0.2), VLLM.start_server
+
+    def patient(engine):
+        engine._patience = 600.0
+        return start(engine)
+
+    monkeypatch.setattr(VLLM, "start_server", patient)
+    monkeypatch.setattr(servers[0], "advance", lambda one: stands.wait(60))
+    engine.submit(REQUESTS)
+    found = {}
+    while len(found) < len(REQUESTS):
+        found |= {t.id: t for t in engine.poll()}
+    stands.set()
+    assert told(found[r.id] for r in REQUESTS) == told(make_engine(MODEL).generate(REQUESTS)) and len(servers) == 2
 
 
 def test_a_server_that_always_ends_is_an_error_with_its_last_words(monkeypatch):

@@ -117,9 +117,9 @@ def made(monkeypatch, tmp_path):
     monkeypatch.setattr(SGLang, "start_server", start)
     monkeypatch.setattr(sglang, "find_python", lambda python, *names: python)
 
-    def make(**given):
+    def make(patience=600.0, **given):
         changes.update(given)
-        engine = SGLang(CONFIG, EngineOptions(seed=7, max_length=128))
+        engine = SGLang(CONFIG, EngineOptions(seed=7, max_length=128, patience=patience))
         engine.update_weights(MODEL.named_parameters(), version=1)
         return engine
 
@@ -166,6 +166,23 @@ def test_a_stream_that_breaks_is_asked_for_again(made):
     made.changes["left"] = -1  # of the next one
     same(engine.generate(REQUESTS), make_engine(MODEL).generate(REQUESTS))
     assert len(made.states) == 2 and not made.states[0]["folder"].exists()
+
+
+def test_a_server_that_gives_no_token_is_started_again(made, monkeypatch):
+    """One that is stopped, say; requests that it has are asked for again."""
+    monkeypatch.setattr(sglang, "_WAIT", 0.05)
+    engine, start, done = made(pause=60.0, patience=0.2), SGLang.start_server, []
+
+    def patient(engine):
+        engine._patience, made.changes["pause"] = 600.0, 0.0
+        return start(engine)
+
+    monkeypatch.setattr(SGLang, "start_server", patient)
+    engine.submit(REQUESTS)
+    while len(done) < len(REQUESTS):
+        done += engine.poll()
+    same(sorted(done, key=lambda t: t.id), make_engine(MODEL).generate(REQUESTS))
+    assert len(made.states) == 2
 
 
 def test_filters_and_a_wrong_token_are_refused(made, tmp_path):

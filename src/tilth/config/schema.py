@@ -643,8 +643,8 @@ class GuardConfig(Section):
     hang_after: float = Field(
         120.0,
         ge=1,
-        description="seconds without progress after which a worker in a call is taken to hang; longer than its longest "
-        "operation",
+        description="seconds without progress after which a worker in a call is taken to hang, and without a token "
+        "after which the server of another engine is; longer than its longest operation",
     )
     on_nan: Literal["skip", "rollback", "stop"] = Field(
         "skip",

@@ -54,6 +54,8 @@ class EngineOptions:
     """Drafts are trees: several continuations of a token may be computed in a pass."""
     lora: LoraConfig | None = None
     """Adapters among the weights (``GenerationEngine.syncs_adapters``)."""
+    patience: float = 600.0
+    """Seconds without a token after which an engine in a process of its own is started again."""
     python: str = ""
     """Interpreter of an engine in a process of its own; empty: this one."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

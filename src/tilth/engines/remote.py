@@ -53,8 +53,9 @@ class Continuation(NamedTuple):
 class EngineServer(Protocol):
     """A running server; every method may raise ServerLost."""
 
-    def advance(self, cancel: list[str], asks: list[Ask]) -> tuple[dict[str, Continuation], int]:
-        """Abort and add requests, let it work for a while; return new tokens by ``wire``, and its steps."""
+    def advance(self, cancel: list[str], asks: list[Ask], seconds: float) -> tuple[dict[str, Continuation], int]:
+        """Abort and add requests, let it work for a while; return new tokens by ``wire``, and its steps. ServerLost if
+        it gives none for these seconds."""
 
     def forget(self) -> None:
         """Forget prefixes of finished requests."""
@@ -99,6 +100,7 @@ class RemoteEngine(GenerationEngine):
                 message = f"{key}: rollout.engine = {self.name} cannot give it with kernels of its own; use native"
                 raise RecipeError(message, key=f"{key}.engine")
         self.config, self.tokenizer, self.seed = config, options.tokenizer, options.seed
+        self._patience = options.patience
         self.max_length = options.max_length or config.max_positions
         self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
         self._flying: dict[int, Flying] = {}
@@ -179,7 +181,7 @@ class RemoteEngine(GenerationEngine):
             self._stale = False
         asks = [self._ask(one) for one in self._flying.values() if not one.wire]
         cancel, self._cancelled = self._cancelled, []
-        return server.advance(cancel, asks)
+        return server.advance(cancel, asks, self._patience)
 
     def _ask(self, flying: Flying) -> Ask:
         answer = flying.answer

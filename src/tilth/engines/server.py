@@ -18,7 +18,7 @@ from tilth.process.child import Child
 from tilth.process.output import OutputFile
 
 _SECONDS = 600.0
-"""Limit of one request; a start, which may compile kernels, is the longest."""
+"""Limit of a request that has no shorter one; a start, which may compile kernels, is the longest."""
 _TAIL = 12
 """Lines of the log in an error."""
 _HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -60,8 +60,11 @@ class Connection:
         self.port, self._token = port, token
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_SECONDS)
 
-    def request(self, method: str, path: str, data: bytes = b"", kind: str = _JSON) -> bytes:
-        """Send a request and return the body of its answer. Raises ServerLost."""
+    def request(self, method: str, path: str, data: bytes = b"", kind: str = _JSON, seconds: float = _SECONDS) -> bytes:
+        """Send a request and return the body of its answer. Raises ServerLost, also without one for these seconds."""
+        self._connection.timeout = seconds
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(seconds)
         try:
             self._connection.request(method, f"/{path}", data, self._headers(kind))
             return self._answer(path, self._connection.getresponse()).read()
@@ -75,11 +78,11 @@ class Connection:
             connection.request("POST", f"/{path}", data, self._headers(_JSON))
             yield from self._answer(path, connection.getresponse())
 
-    def call(self, method: str, body: bytes | Mapping[str, Any] = b"") -> Any:
-        """Call a method of the server and return its answer. Raises ServerLost."""
+    def call(self, method: str, body: bytes | Mapping[str, Any] = b"", seconds: float = _SECONDS) -> Any:
+        """Call a method of the server and return its answer. Raises ServerLost, also without one for these seconds."""
         whole = isinstance(body, bytes)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return json.loads(self.request("POST", method, data, "application/octet-stream" if whole else _JSON))
+        return json.loads(self.request("POST", method, data, "application/octet-stream" if whole else _JSON, seconds))
 
     def _headers(self, kind: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token}", "Content-Type": kind}

@@ -76,8 +76,10 @@ class SGLangServer:
     def __init__(self, process: Connection, folder: Path) -> None:
         self.process, self.folder, self._ready = process, folder, False
         self._news: SimpleQueue[tuple[str, Continuation] | ServerLost] = SimpleQueue()
+        self._silent = 0.0
+        """Seconds that polls have waited since the newest token."""
 
-    def advance(self, cancel: list[str], asks: list[Ask]) -> tuple[dict[str, Continuation], int]:
+    def advance(self, cancel: list[str], asks: list[Ask], seconds: float) -> tuple[dict[str, Continuation], int]:
         for wire in cancel:
             self._post("abort_request", {"rid": wire})
         if asks:
@@ -92,6 +94,9 @@ class SGLangServer:
                 found[wire] = _joined(found[wire], more) if wire in found else more
                 new = self._news.get_nowait()
         except Empty:
+            self._silent = 0.0 if found else self._silent + _WAIT
+            if self._silent >= seconds:
+                raise ServerLost(f"generate: no token for {self._silent:g} s") from None
             return found, 0
 
     def _read(self, asks: list[Ask]) -> None:

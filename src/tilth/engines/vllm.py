@@ -66,8 +66,8 @@ class VLLMServer:
     def __init__(self, process: EngineProcess, device: str) -> None:
         self.process, self._device, self._ready = process, device, False
 
-    def advance(self, cancel: list[str], asks: list[Ask]) -> tuple[dict[str, Continuation], int]:
-        answer = self.process.call("poll", {"cancel": cancel, "ask": [_sent(ask) for ask in asks]})
+    def advance(self, cancel: list[str], asks: list[Ask], seconds: float) -> tuple[dict[str, Continuation], int]:
+        answer = self.process.call("poll", {"cancel": cancel, "ask": [_sent(ask) for ask in asks]}, seconds)
         return parsed_pieces(answer["pieces"]), answer["steps"]
 
     def forget(self) -> None:

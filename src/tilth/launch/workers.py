@@ -190,7 +190,7 @@ def _engine(
     if context.mesh.size("ep", "tp") > 1:
         more |= {"dims": ParallelDims.of(context.mesh, context.rank, context.generation)}
     more |= {"device": prepare(context, recipe), "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
-    more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
+    more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens, "patience": recipe.guard.hang_after}
     options = EngineOptions(tokenizer=tokenizer, python=r.python, arguments=r.options, **more)
     return make_engine(r.engine, config, options)
 
