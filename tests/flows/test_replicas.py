@@ -496,6 +496,21 @@ def test_nothing_moves_while_something_waits(tails):
     assert not one.given + other.given and replicas.moved == 0
 
 
+def test_samples_of_replicas_that_wait_for_weights_move_whatever_is_queued(tails):
+    """Those replicas take nothing of it, and the one that is emptied then takes weights."""
+    (one, other), replicas = tails
+    newest = Publication(2, 2)
+    replicas._pull = lambda place: newest
+    replicas.offer(newest)
+    replicas._queue.append(flight(6, 8))
+    replicas._has[1] = newest
+    replicas._repack(replicas.limits)
+    assert not one.given + other.given
+    replicas._has[1] = None
+    replicas._repack(replicas.limits)
+    assert sorted(map(len, replicas._flying)) == [0, 2] and replicas._due() == [replicas._flying.index({})]
+
+
 def test_capacity_and_version_are_looked_at_again_before_a_move(tails):
     (one, other), replicas = tails
     for change in ({"version": 1}, {"rows": {1, 7, 8}}):

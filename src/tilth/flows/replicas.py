@@ -345,16 +345,20 @@ class Replicas:
         self.resumed += len(found)
 
     def _repack(self, limits: ReplicaLimits) -> None:
-        """Empty replicas that are in their tail into others, where nothing waits for the room of any."""
+        """Empty replicas that are in their tail into others, where nothing waits for their room."""
         now = time.monotonic()
-        waits = bool(self._queue) and any(has == self._newest for has in self._has)  # others wait for weights
-        if waits or sum(map(bool, self._flying)) < 2 or (self._thread is not None and now - self._planned < PERIOD):
+        if len(self._tails()) < 2 or (self._thread is not None and now - self._planned < PERIOD):
             return
         self._planned = now
         self._end_rounds(every=True)
-        busy = [place for place, flying in enumerate(self._flying) if flying]
+        busy = self._tails()
         for source, target, ids in repack([self._part(place).load() for place in busy], limits, stay=STAY):
             self._move(busy[source], busy[target], ids, limits)
+
+    def _tails(self) -> list[int]:
+        """Return the replicas with samples that take no queued group: none waits, or they wait for weights."""
+        takes = [bool(self._queue) and has == self._newest for has in self._has]
+        return [place for place, flying in enumerate(self._flying) if flying and not takes[place]]
 
     def _move(self, source: int, target: int, ids: Sequence[int], limits: ReplicaLimits) -> None:
         """Move samples that are still in flight, if their target still has their version, and room.
