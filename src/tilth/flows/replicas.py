@@ -11,7 +11,7 @@ waits, and ``AHEAD`` of them for each batch.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -269,8 +269,8 @@ class Replicas:
             if flying and place not in self._rounds:
                 self._rounds[place] = time.monotonic(), self._part(place).advance(texts=texts)
 
-    def _end_rounds(self, *, every: bool = False) -> None:
-        """Take the rounds that have ended, once one has; every: once all have."""
+    def _end_rounds(self, places: Collection[int] = ()) -> None:
+        """Take the rounds that have ended, once one has, and all of these replicas have."""
         while self._rounds:
             answers = [answer for _, answer in self._rounds.values()]
             for place, landed in zip([*self._rounds], self.rollout.first(answers)):
@@ -281,7 +281,7 @@ class Replicas:
                         self._take(place, ended)
                     with self._changed:
                         self._busy += time.monotonic() - since
-            if not every:
+            if self._rounds.keys().isdisjoint(places):
                 return
 
     def _end_discarded(self) -> None:
@@ -347,18 +347,28 @@ class Replicas:
     def _repack(self, limits: ReplicaLimits) -> None:
         """Empty replicas that are in their tail into others, where nothing waits for their room."""
         now = time.monotonic()
-        if len(self._tails()) < 2 or (self._thread is not None and now - self._planned < PERIOD):
+        if (self._thread is not None and now - self._planned < PERIOD) or not (places := self._tails(limits.rows)):
             return
         self._planned = now
-        self._end_rounds(every=True)
-        busy = self._tails()
+        self._end_rounds(places)
+        busy = self._tails(limits.rows)
         for source, target, ids in repack([self._part(place).load() for place in busy], limits, stay=STAY):
             self._move(busy[source], busy[target], ids, limits)
 
-    def _tails(self) -> list[int]:
-        """Return the replicas with samples that take no queued group: none waits, or they wait for weights."""
+    def _tails(self, rows: int) -> list[int]:
+        """Return the replicas that may be in their tail: they take no queued group, since none waits or they wait for
+        weights, and another one with the same weights has room for their samples, of ``rows``."""
+        count = [len(flying) for flying in self._flying]
         takes = [bool(self._queue) and has == self._newest for has in self._has]
-        return [place for place, flying in enumerate(self._flying) if flying and not takes[place]]
+        some = [place for place, rest in enumerate(count) if rest and not takes[place]]
+        return [
+            place
+            for place in some
+            if any(
+                other != place and self._has[other] == self._has[place] and count[other] + count[place] <= rows
+                for other in some
+            )
+        ]
 
     def _move(self, source: int, target: int, ids: Sequence[int], limits: ReplicaLimits) -> None:
         """Move samples that are still in flight, if their target still has their version, and room.
