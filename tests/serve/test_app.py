@@ -22,7 +22,8 @@ from tests.patience import patience
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
 from tilth.engines.completion import RequestError
-from tilth.serve.app import BODY, AddressError, PatientProtocol, bare_app, check_address, listen
+from tilth.process.access import AddressError, PatientProtocol, check_address, listen
+from tilth.serve.app import BODY, bare_app
 from tilth.serve.errors import http_error
 from tilth.serve.start import ServeOptions, open_server, served_name
 
@@ -202,7 +203,7 @@ HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.mark.parametrize("begin", [b"", HEAD, HEAD + b"\r\n" + HEAD], ids=["nothing", "part", "second"])
 def test_a_connection_ends_whose_headers_do_not(monkeypatch, begin):
-    monkeypatch.setattr("tilth.serve.app.SILENCE", 0.1)
+    monkeypatch.setattr("tilth.process.access.SILENCE", 0.1)
     with patient(bare_app()) as port, socket.create_connection(("127.0.0.1", port), patience(20)) as client:
         client.sendall(begin)
         with suppress(ConnectionError):
@@ -212,7 +213,7 @@ def test_a_connection_ends_whose_headers_do_not(monkeypatch, begin):
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_stream_ends_whose_client_reads_nothing(monkeypatch, reads):
-    monkeypatch.setattr("tilth.serve.app.SILENCE", 0.1)
+    monkeypatch.setattr("tilth.process.access.SILENCE", 0.1)
     left = threading.Event()
 
     async def app(scope, receive, send):

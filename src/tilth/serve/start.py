@@ -22,8 +22,9 @@ from tilth.engines.protocol import GenerationEngine
 from tilth.models.hub import is_hub_id
 from tilth.models.peft import load_adapter
 from tilth.plan.shape import kv_bytes
+from tilth.process.access import check_address, listen
 from tilth.runs.models import LoadedModel, load_model, make_engine, wants_tokenizer
-from tilth.serve.app import Guarded, HttpServer, check_address, listen, new_app
+from tilth.serve.app import Guarded, HttpServer, new_app
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import ServedModel
 from tilth.serve.openai import OpenAI

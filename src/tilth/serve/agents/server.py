@@ -11,8 +11,9 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tilth.process.access import listen
 from tilth.serve.agents.conversation import MODEL, PARALLEL, AgentConversations, Turn
-from tilth.serve.app import DONE, LEFT, bare_app, event, event_stream, listen, unless_gone
+from tilth.serve.app import DONE, LEFT, bare_app, event, event_stream, unless_gone
 from tilth.serve.errors import HttpError, read
 from tilth.serve.schemas import ChatBody
 
