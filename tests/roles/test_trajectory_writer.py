@@ -55,7 +55,7 @@ def test_a_row_tells_everything_of_its_trajectory(store):
     prompt = small.PROMPTS[7]
     assert rows[0] == {
         "step": 9, "id": 4, "group": 2, "prompt": 7, "prompt_text": prompt.text, "text": "a", "answer": prompt.answer,
-        "tokens": [1, 2, 3], "mask": [0, 0, 1], "prompt_length": 2,
+        "tokens": [1, 2, 3], "mask": [0, 0, 1], "prompt_length": 2, "length": 1,
         "segments": [{"role": "user", "start": 0}, {"role": "assistant", "start": 2}],
         "conversations": None, "reward": 0.25, "parts": [("form", 0.5), ("style", 2.0)], "turn_rewards": None,
         "finish": "stop", "logprobs": [0.0, 0.0, -0.5], "version": 3,

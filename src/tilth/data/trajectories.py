@@ -30,6 +30,7 @@ COLUMNS = pa.schema(
         ("segments", pa.list_(pa.struct([("role", pa.string()), ("start", pa.int32())]))),
         ("conversations", pa.list_(pa.int32())),  # first token of each; null: the episode is one
         ("prompt_length", pa.int32()),  # tokens before the first one that the policy chose
+        ("length", pa.int32()),  # tokens that the policy chose
         ("reward", pa.float32()),  # null: missing
         ("parts", pa.map_(pa.string(), pa.float32())),  # named parts of the reward
         ("turn_rewards", pa.list_(pa.float32())),  # of each assistant segment; null: the environment has none
@@ -40,6 +41,8 @@ COLUMNS = pa.schema(
 )
 """All columns; a writer may leave out any but ``step`` and ``id``; missing ones are filled with null."""
 PART_BYTES = 64_000_000
+GROUP = 512
+"""Rows of a row group: a reader of one step reads few others."""
 TRAJECTORIES = "trajectories"
 """Folder of a run with its trajectories."""
 _NAME = re.compile(r"steps-(\d+)-(\d+)\.parquet")
@@ -162,7 +165,7 @@ class TrajectoryFiles:
         first, last = (f(table["step"]).as_py() for f in (pc.min, pc.max))
         target = self.folder / f"steps-{first:06d}-{last:06d}.parquet"
         with atomic_write(target, follow=False) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+            pq.write_table(table, temporary, compression="zstd", row_group_size=GROUP)
         return target
 
     def rewind(self, step: int) -> None:
@@ -207,7 +210,7 @@ def read_part(path: Path) -> pa.Table:
 def read_trajectories(run: str | Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
     """Read the trajectories of a run's folder, of one step or of all, in order; also while the run writes."""
     tables = [COLUMNS.empty_table()]
-    for first, last, path in _settled(Path(run) / TRAJECTORIES):
+    for first, last, path in files_of(Path(run) / TRAJECTORIES):
         if step is not None and not first <= step <= last:
             continue
         if not path.exists():  # a resume has just dropped it
@@ -224,9 +227,10 @@ def read_trajectories(run: str | Path, step: int | None = None, columns: Sequenc
 
 def steps_of(run: str | Path) -> list[tuple[int, int]]:
     """Return the ranges of steps whose trajectories are on disk."""
-    return [(first, last) for first, last, _ in _settled(Path(run) / TRAJECTORIES)]
+    return [(first, last) for first, last, _ in files_of(Path(run) / TRAJECTORIES)]
 
 
-def _settled(folder: Path) -> list[tuple[int, int, Path]]:
+def files_of(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return first step, last step and path of each file in a folder of trajectories, in order."""
     settle(folder)
     return _parts(folder)
