@@ -23,11 +23,12 @@ from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, read_trajectories, summarise
 from tilth.ui.html import embed, render, text_of
-from tilth.ui.report import _workers, write_report
+from tilth.ui.report import workers_of, write_report
 from tilth.ui.result import headline
-from tilth.ui.samples import BOUNDS, TOKENS, groups_of, moments_of
+from tilth.ui.samples import TOKENS, groups_of, moments_of
+from tilth.ui.tokens import BOUNDS, turns
 
-VOID = {"meta", "br", "link", "img"}
+VOID = {"meta", "br", "link", "img", "input"}
 ATTACK = '</code><script>alert(1)</script><img src=x onerror="alert(2)">'
 
 
@@ -373,22 +374,21 @@ def test_embedded_numbers_cannot_end_the_script():
 
 
 def test_turns_of_an_episode_are_folded():
-    from tilth.ui.samples import _turns
-
     row = {
+        "prompt_length": 2,
         "tokens": [1, 2, 3, 4, 5, 6], "logprobs": [0.0, 0.0, -1.0, 0.0, 0.0, -2.0],
         "segments": [{"role": "user", "start": 0}, {"role": "assistant", "start": 2}, {"role": "tool", "start": 3},
                      {"role": "assistant", "start": 5}],
     }  # fmt: skip
-    found = _turns(row, 2, 6, lambda ids: [f"<{i}>" for i in ids])
+    found = turns(row, lambda ids: [f"<{i}>" for i in ids], 4)
     assert [(turn["role"], turn["text"], len(turn["tokens"])) for turn in found] == [
-        ("", "", 1), ("tool", "<4><5>", 0), ("", "", 1),
+        ("assistant", "", 1), ("tool", "<4><5>", 0), ("assistant", "", 1),
     ]  # fmt: skip
-    assert len(_turns(row, 2, 4, lambda ids: [f"<{i}>" for i in ids])) == 2
+    assert len(turns(row, lambda ids: [f"<{i}>" for i in ids], 2)) == 2
 
 
 def test_the_report_has_each_worker_that_was_watched():
     rows = [{"rank": 0, "memory": 2.0**30, "cores": 0.5}, {"rank": 1, "memory": 2.0**29, "cores": 0.25}]
-    (first, _), (second, text) = _workers({"workers": rows})
+    (first, _), (second, text) = workers_of({"workers": rows})
     assert (first, second) == ("rank 0", "rank 1") and "0.25 cores" in text
-    assert _workers({}) == []
+    assert workers_of({}) == []

@@ -4,7 +4,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -230,15 +231,30 @@ def _change(begin: Record | None, last: Record, metric: str) -> tuple[float, flo
     return unpaired_change(Interval(begin[metric], *first), Interval(last[metric], *now))[1:]
 
 
-def summarise(run: str | Path) -> Record:
-    """Return the results of a run as flat JSON; None for what was never measured.
+@dataclass(frozen=True)
+class StepRecords:
+    """Committed steps as ``summarise`` reads them. key: at least the first two, the last of each phase, and those with
+    an evaluation, in order; pairs: of two metrics, in each step that measured the first one."""
+
+    key: Sequence[Record]
+    pairs: Callable[[str, str], Sequence[tuple[float, float | None]]]
+
+    def values(self, name: str) -> list[float]:
+        """Return the values of a metric in the order of steps."""
+        return [value for value, _ in self.pairs(name, name)]
+
+
+def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
+    """Return the results of a run as flat JSON; None for what was never measured. steps: default: ``read_metrics``.
 
     accuracy_first: held-out accuracy where the main phase began, after a warm-up; accuracy_start: before the very first
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
     neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
     steps. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range.
     """
-    state, records, survived = read_state(run), read_metrics(run), read_recoveries(run)
+    state, survived = read_state(run), read_recoveries(run)
+    steps = steps or _all_steps(read_metrics(run))
+    records, values = steps.key, steps.values
     last = records[-1] if records else {}
     unread = [{"step": last.get("step", 0), "text": text} for name in _NEEDED for text in _read(run, name)[1]]
     end = datetime.now(UTC) if state["state"] == "running" else datetime.fromisoformat(state.get("ended") or _LONG_AGO)
@@ -266,27 +282,32 @@ def summarise(run: str | Path) -> Record:
         "bits_per_byte": _first([v for _, v in curve(records[::-1], "bits_per_byte/heldout")]),
         "parts_heldout": _parts(records),
         "best": _best(state.get("best"), records),
-        "reward_last": next((r["reward/mean"] for r in reversed(records) if r.get("reward/mean") is not None), None),
-        "tokens_per_second_generate": rate(records, "tokens_per_second/generate", "time/generate"),
-        "tokens_per_second_train": rate(records, "tokens_per_second/train", "time/update"),
-        **{name.replace("/", "_"): _mean(records, name) for name in BALANCE},
-        "mismatch_max": max((v for _, v in curve(records, "mismatch/max")), default=None),
-        "mismatch_mean": max((v for _, v in curve(records, "mismatch/mean")), default=None),
-        "rewards_missing": int(sum(v for _, v in curve(records, "reward/missing"))),
-        "rewards_missing_heldout": int(sum(v for _, v in curve(records, "reward/heldout/missing"))),
-        "rewards_timed_out": int(sum(v for _, v in curve(records, "reward/timeout"))),
-        "tokens_generated": int(sum(v for _, v in curve(records, "tokens/generated"))),
-        "tokens_trained": int(sum(v for _, v in curve(records, "tokens/trained"))),
-        "saves_failed": int(sum(v for _, v in curve(records, "save/failed"))),
-        "steps_skipped": int(sum(v for _, v in curve(records, "steps/skipped"))),
+        "reward_last": _first(values("reward/mean")[-1:]),
+        "tokens_per_second_generate": _weighted(steps.pairs("tokens_per_second/generate", "time/generate")),
+        "tokens_per_second_train": _weighted(steps.pairs("tokens_per_second/train", "time/update")),
+        **{name.replace("/", "_"): _mean(values(name)) for name in BALANCE},
+        "mismatch_max": max(values("mismatch/max"), default=None),
+        "mismatch_mean": max(values("mismatch/mean"), default=None),
+        "rewards_missing": int(sum(values("reward/missing"))),
+        "rewards_missing_heldout": int(sum(values("reward/heldout/missing"))),
+        "rewards_timed_out": int(sum(values("reward/timeout"))),
+        "tokens_generated": int(sum(values("tokens/generated"))),
+        "tokens_trained": int(sum(values("tokens/trained"))),
+        "saves_failed": int(sum(values("save/failed"))),
+        "steps_skipped": int(sum(values("steps/skipped"))),
         "memory_predicted": (state.get("memory") or {}).get("predicted"),
         "memory_peak": (state.get("memory") or {}).get("peak") or last.get("memory/peak"),
     }
 
 
-def _mean(records: Sequence[Record], name: str) -> float | None:
-    """Return the mean of a metric over the steps that have it."""
-    values = [value for _, value in curve(records, name)]
+def _all_steps(records: Sequence[Record]) -> StepRecords:
+    def pairs(name: str, beside: str) -> list[tuple[float, float | None]]:
+        return [(float(r[name]), r.get(beside)) for r in records if r.get(name) is not None]
+
+    return StepRecords(records, pairs)
+
+
+def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
@@ -339,7 +360,7 @@ def _began(records: Sequence[Record], metric: str | None = None) -> Record | Non
     metric = metric or main_metric(records)
     if not records or records[0]["step"] != 1 or records[0].get("phase") == "warmup":
         return None
-    every_step = records[0].get("phase_steps") == 1 or any(metric in r for r in records[1:2])
+    every_step = records[0].get("phase_steps") == 1 or any(r.get(metric) is not None for r in records[1:2])
     return None if every_step or records[0].get(metric) is None else records[0]
 
 
@@ -349,9 +370,13 @@ def _first(values: Sequence[float]) -> float | None:
 
 def rate(records: Sequence[Record], name: str, time: str) -> float | None:
     """Return a rate (tokens per second, utilisation) over all steps, weighted by their time."""
-    pairs = [(r[name], r.get(time) or 0.0) for r in records if r.get(name) is not None]
-    spent = sum(t for _, t in pairs)
-    return sum(v * t for v, t in pairs) / spent if spent else None
+    return _weighted(_all_steps(records).pairs(name, time))
+
+
+def _weighted(pairs: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the mean of the first numbers weighted by the second ones."""
+    spent = sum(t or 0.0 for _, t in pairs)
+    return sum(v * (t or 0.0) for v, t in pairs) / spent if spent else None
 
 
 def _seconds(state: Record, last: Record) -> float:

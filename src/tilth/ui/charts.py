@@ -5,10 +5,11 @@ A script shows their numbers, which the page has as JSON, at the pointer in all 
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 from tilth.runs.readers import ACCURACY, REWARD, main_metric, spread
@@ -138,11 +139,12 @@ def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
     """Make the charts that these records fill; each phase has a chart of its loss, as their scales differ."""
     found = []
     phases = [p for p in dict.fromkeys(r.get("phase", "") for r in records) if p]
+    names = dict.fromkeys(name for record in records for name in record)
     beside = REWARD if main_metric(records) == ACCURACY else ACCURACY
     for chart in CATALOGUE:
         if chart.lines[0].metric == beside:
             continue
-        lines = [one for line in chart.lines for one in _members(line, records)]
+        lines = [one for line in chart.lines for one in members(line, names)]
         apart = chart.title == "Loss" and len(phases) > 1
         for phase in phases if apart else [""]:
             title = f"{chart.title}, {format.phase_name(phase)}" if phase else chart.title
@@ -153,12 +155,12 @@ def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
     return found
 
 
-def _members(line: Line, records: Sequence[Record]) -> list[Line]:
-    """Expand a family ``name/*`` to a line for each recorded metric."""
+def members(line: Line, known: Collection[str]) -> list[Line]:
+    """Expand a family ``name/*`` to a line for each known metric."""
     if not line.metric.endswith("/*"):
         return [line]
     family = line.metric.removesuffix("*")
-    names = dict.fromkeys(name for record in records for name in record if name.startswith(family))
+    names = [name for name in known if name.startswith(family)]
     return [Line(name, FAMILY[i % len(FAMILY)], name.removeprefix(family)) for i, name in enumerate(names)]
 
 
@@ -178,6 +180,18 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     bounds = [round(i * (len(points) - 1) / (limit - 1)) for i in range(limit)]
     parts = [points[a:b] for a, b in itertools.pairwise(bounds)]
     return [(p[len(p) // 2][0], sum(y for _, y in p) / len(p)) for p in parts] + [points[-1]]
+
+
+def extremes(y: np.ndarray, limit: int) -> np.ndarray:
+    """Return the places of at most ``limit`` + 2 points, int64 ascending: least and greatest of stretches, both ends.
+
+    y: float64 [n] without NaN. A spike is kept, however long the curve.
+    """
+    if len(y) <= limit:
+        return np.arange(len(y))
+    edges = np.linspace(0, len(y), max(limit // 2, 1) + 1).astype(int)
+    places = [f(y[a:b]) + a for a, b in itertools.pairwise(edges) if b > a for f in (np.argmin, np.argmax)]
+    return np.unique([0, *places, len(y) - 1])
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:

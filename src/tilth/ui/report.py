@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,19 +82,20 @@ def page(seen: Seen) -> str:
     scores = any("reward/missing" in record for record in seen.records)
     return render(
         "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), s=seen.summary,
-        warnings=seen.summary["warnings"] + _findings(seen.run, seen.summary),
+        warnings=seen.summary["warnings"] + findings(seen.run, seen.summary),
         missing=seen.summary["rewards_missing"], measures=format.MEASURES,
-        spent=_steps(seen), scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
-        reasons=_reasons(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
-        times=_times(seen), plan=seen.plan, planned=_plan(seen), memory=memory, steps=seen.summary["steps"],
-        workers=_workers(seen.state),
+        spent=spent_steps(seen.plan, Counter(format.phase_name(r.get("phase", "")) for r in seen.records)),
+        scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
+        reasons=reasons_of(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
+        times=_times(seen), plan=seen.plan, planned=planned(seen.plan), memory=memory, steps=seen.summary["steps"],
+        workers=workers_of(seen.state),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
         data=embed([data for _, data in figures] + more), style=Markup(text_of("page.css")), script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )  # fmt: skip
 
 
-def _findings(run: Path, summary: Record) -> list[Record]:
+def findings(run: Path, summary: Record) -> list[Record]:
     """Return what the run has survived, with verdict and price, what its watches warned of, and its updates."""
     failures = read_recoveries(run)
     survived = [(one, f"{format.outcome(one)}: {format.survived(one)}: {first_line(one)}") for one in failures]
@@ -103,19 +104,18 @@ def _findings(run: Path, summary: Record) -> list[Record]:
     return [{"step": one["step"], "text": text} for one, text in [*survived, *warned, *updates]]
 
 
-def _workers(state: Record) -> list[tuple[str, str]]:
+def workers_of(state: Record) -> list[tuple[str, str]]:
     """Return memory and cores of each rank of a run that was watched (``guard.health``)."""
     rows = state.get("workers") or []
     used = [f"{format.size(row['memory'])} at most, {row['cores']:.2f} cores on average" for row in rows]
     return [(f"rank {row['rank']}", text) for row, text in zip(rows, used)]
 
 
-def _steps(seen: Seen) -> str:
+def spent_steps(plan: Record, spent: Mapping[str, int]) -> str:
     """Return the steps of each phase, or the planned number of steps."""
-    spent = Counter(format.phase_name(r.get("phase", "")) for r in seen.records)
     if len(spent) > 1:
         return ", ".join(f"{count:,} {name}" for name, count in spent.items())
-    most = sum(seen.plan.get(name, 0) for name in ("supervised_steps", "value_steps", "steps"))
+    most = sum(plan.get(name, 0) for name in ("supervised_steps", "value_steps", "steps"))
     return f"of at most {most:,}" if most else ""
 
 
@@ -189,7 +189,7 @@ def _bar(items: Sequence[tuple[str, float, str]]) -> Markup | None:
 # ---- missing rewards, plan, memory ----
 
 
-def _reasons(seen: Seen) -> list[tuple[tuple[str, str], int]]:
+def reasons_of(seen: Seen) -> list[tuple[tuple[str, str], int]]:
     """Count the causes of missing rewards in the journal: ((status, reason), count)."""
     why: Counter[tuple[str, str]] = Counter()
     for entry in read_lines(seen.run / "rewards.jsonl") if seen.summary["rewards_missing"] else ():
@@ -198,8 +198,9 @@ def _reasons(seen: Seen) -> list[tuple[tuple[str, str], int]]:
     return why.most_common(12)
 
 
-def _plan(seen: Seen) -> list[tuple[str, str]]:
-    shown = {k: v for k, v in seen.plan.items() if k not in ("memory", "memory_peak")}
+def planned(plan: Record) -> list[tuple[str, str]]:
+    """Return the plan as names and values, without the parts of memory."""
+    shown = {k: v for k, v in plan.items() if k not in ("memory", "memory_peak")}
     return [(k.replace("_", " "), _plain(v)) for k, v in shown.items()]
 
 
@@ -211,12 +212,20 @@ def _plain(value: object) -> str:
 
 def _memory(seen: Seen) -> tuple[Record | None, list[Record]]:
     """Return the contents of the card with a chart, and the numbers of that chart."""
-    predicted, peak = seen.summary["memory_predicted"], seen.summary["memory_peak"]
-    items = seen.plan.get("memory") or {}
-    if not (predicted or peak):
+    card = memory_card(seen.summary, seen.plan)
+    if card is None:
         return None, []
-    parts = sorted(((k, float(v), format.size(v)) for k, v in items.items()), key=lambda item: -item[1])
-    pairs = [("predicted", format.size(predicted)), ("measured peak", format.size(peak))]
     found = curve(MEMORY, MEMORY.lines[0], seen.records)
     figure, data = _drawn(seen, MEMORY, [found]) if found.points else ("", None)
-    return {"pairs": pairs, "bar": _bar(parts) or "", "figure": figure}, [data] if data else []
+    return card | {"figure": figure}, [data] if data else []
+
+
+def memory_card(summary: Record, plan: Record) -> Record | None:
+    """Return predicted and measured memory as pairs, and the parts of the plan as a bar; None if neither is known."""
+    predicted, peak = summary["memory_predicted"], summary["memory_peak"]
+    if not (predicted or peak):
+        return None
+    items = plan.get("memory") or {}
+    parts = sorted(((k, float(v), format.size(v)) for k, v in items.items()), key=lambda item: -item[1])
+    pairs = [("predicted", format.size(predicted)), ("measured peak", format.size(peak))]
+    return {"pairs": pairs, "bar": _bar(parts) or "", "figure": ""}

@@ -67,14 +67,18 @@ def typical(found: Account, among: np.ndarray | None = None) -> tuple[int, int]:
     return int(found.steps[usual]), int(found.steps[rows[took.argmax()]])
 
 
-def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[TimelineRow], tuple[str, ...], float]:
-    """Return the lanes of ranks in a step, until the next began, the names of the parts, and the step's seconds.
+def lanes(
+    events: Events, step: int, ranks: Collection[int], part: tuple[float, float] = (0.0, 1.0)
+) -> tuple[list[TimelineRow], tuple[str, ...], float]:
+    """Return the lanes of ranks in a step, until the next began, the names of the parts, and the seconds.
 
-    The controller's lane, if it is a process of its own, shows when it did not wait for answers.
+    part: of the step, from 0 to 1. The controller's lane, if it is a process of its own, shows when it did not wait for
+    answers.
     """
     bounds, known = periods(events)
     at = int(np.searchsorted(known, step))
-    low, high = int(bounds[at]), int(bounds[at + 1])
+    whole = int(bounds[at + 1] - bounds[at])
+    low, high = (int(bounds[at]) + round(share * whole) for share in part)
     parts = parts_of(events)
     names = (*parts.names, MEETING)
     within = (events.end > low) & (events.start < high)
@@ -105,7 +109,7 @@ def _painted(events: Events, rows: np.ndarray, low: int, high: int, code: np.nda
 
 def _paint(line: np.ndarray, start: np.ndarray, took: np.ndarray, low: int, high: int, code: np.ndarray | int) -> None:
     scale = len(line) / max(high - low, 1)
-    begin, end = (np.rint((t - low) * scale).astype(int).clip(0, len(line)) for t in (start, start + took))
+    begin, end = (np.rint((t - low) * scale).clip(0, len(line)).astype(int) for t in (start, start + took))
     for a, b, c in zip(begin, end, np.broadcast_to(code, begin.shape)):
         line[a:b] = c
 

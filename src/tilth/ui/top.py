@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -44,6 +44,12 @@ METER = {
 }  # fmt: skip
 
 
+class RecordTail(Protocol):
+    """Records of a growing file: see ``Tail.new``."""
+
+    def new(self) -> tuple[list[dict[str, Any]], bool]: ...
+
+
 class Tail:
     """The newest records of a growing file of JSON lines; an incomplete last line is read when it is complete."""
 
@@ -68,13 +74,14 @@ class Tail:
             return [], False
         whole = text[: text.rfind(b"\n") + 1]
         self._at += len(whole)
-        return [record for line in whole.splitlines() if isinstance(record := _record(line), dict)], again
+        return [record for line in whole.splitlines() if isinstance(record := parsed(line), dict)], again
 
 
-def _record(line: bytes) -> Any:
+def parsed(line: bytes) -> Any:
+    """Return the value of a line of JSON; None if it is none."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -103,9 +110,10 @@ class Look:
 class RunWatcher:
     """Reads the state of a run repeatedly; unchanged files are not read again. DataError: not a run."""
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self._tail = Tail(run / "metrics.jsonl")
+    def __init__(self, run: Path, tail: RecordTail | None = None, *, times: bool = True) -> None:
+        """tail: of its metrics, if another reader has one; times: read the newest events too."""
+        self.run, self._times = run, times
+        self._tail = tail or Tail(run / "metrics.jsonl")
         read_state(run)
         self._settings = run_settings(run)
         self._progress, self._before = LiveState(self._settings), 0.0
@@ -138,6 +146,8 @@ class RunWatcher:
 
     def _events(self) -> None:
         folder = self.run / "events"
+        if not self._times:
+            return
         files = frozenset(p.name for p in folder.glob("*.parquet")) if folder.is_dir() else frozenset[str]()
         if files == self._files:
             return
