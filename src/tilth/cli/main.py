@@ -580,6 +580,24 @@ class TopCommand(NamedTuple):
     as_json: JsonOption = False
 
 
+@command("ui", "ui:serve")
+class UiCommand(NamedTuple):
+    """Show the runs of a folder in a browser until Ctrl-C, also while they train: curves, samples, time, health.
+
+    Needs no network. Nothing that a browser asks for changes a run.
+    """
+
+    folder: Annotated[Path, Argument(metavar="RUNS_DIR", help="a folder of runs, or a run", autocompletion=runs)] = (
+        Path("runs")
+    )
+    port: Annotated[int, Option(min=0, max=65535, help="port; 0: any that is free")] = 8600
+    host: Annotated[str, Option(help="address; beyond this machine only with a token")] = "127.0.0.1"
+    token: Annotated[
+        str, Option(envvar="TILTH_UI_TOKEN", help="token that is needed; the printed address is good for one visit")
+    ] = ""
+    no_open: Annotated[bool, Option("--no-open", help="print the address, and open no browser")] = False
+
+
 @command("doctor", "doctor:examine")
 class DoctorCommand(NamedTuple):
     """Examine this machine and suggest settings."""

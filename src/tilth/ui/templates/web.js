@@ -1,0 +1,225 @@
+'use strict';
+// Draws curves and timelines, and keeps a page up to date while it is seen. Without it every page still has its tables.
+const body = document.body, run = body.dataset.run, own = document.currentScript.dataset;
+const all = (selector, from = document) => [...from.querySelectorAll(selector)];
+const tint = name => getComputedStyle(body).getPropertyValue('--' + name).trim();
+const HUES = ['sky', 'clay', 'leaf', 'plum', 'sun', 'teal', 'rose', 'soil'];
+const json = async address => {
+  const answer = await fetch(address);
+  if (!answer.ok) throw new Error(address + ': ' + answer.status);
+  return answer.json();
+};
+
+// ---- Plotly, which is loaded when the first chart is seen ----
+
+let loading = null;
+const plotly = () => loading ??= new Promise((done, failed) => {
+  const script = document.createElement('script');
+  script.src = own.plotly;
+  script.onload = () => done(window.Plotly);
+  script.onerror = failed;
+  document.head.append(script);
+});
+const config = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ['select2d', 'lasso2d', 'toImage']};
+const axis = more => ({gridcolor: tint('line'), zerolinecolor: tint('line'), linecolor: tint('line'), ...more});
+const layout = (x, y, more = {}) => ({
+  paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: {color: tint('soft'), size: 11},
+  margin: {l: 50, r: 12, t: 8, b: 34}, hovermode: 'x unified', showlegend: false, hoverlabel: {bgcolor: tint('card')},
+  xaxis: axis(x), yaxis: axis(y), ...more,
+});
+
+// ---- curves ----
+
+const address = (box, metrics, since) => {
+  const query = new URLSearchParams({x: box.dataset.axis, smooth: box.dataset.smooth});
+  for (const one of JSON.parse(box.dataset.runs)) query.append('run', one);
+  for (const one of metrics) query.append('metric', one);
+  if (since !== undefined) query.set('since', since);
+  return '/curves.json?' + query;
+};
+const traces = (figure, found) => {
+  const metrics = JSON.parse(figure.dataset.metrics), labels = JSON.parse(figure.dataset.labels);
+  const hues = JSON.parse(figure.dataset.hues), runs = [...new Set(found.lines.map(line => line.run))];
+  return found.lines.map(line => {
+    const place = metrics.indexOf(line.metric), several = runs.length > 1;
+    const colour = tint(several ? HUES[runs.indexOf(line.run) % HUES.length] : hues[place] || HUES[place % HUES.length]);
+    const dots = 'dots' in figure.dataset || line.x.length < 3;
+    return {
+      x: line.x, y: line.y, customdata: line.step, name: several ? line.run : labels[place] || line.metric,
+      mode: dots ? 'lines+markers' : 'lines', line: {color: colour, width: 1.6}, marker: {size: 6}, type: 'scatter',
+      hovertemplate: figure.dataset.form === 'share' ? '%{y:.1%}' : '%{y:.5~g}',
+    };
+  });
+};
+const marks = found => found.marks.map(mark => ({
+  type: 'line', x0: mark.x, x1: mark.x, yref: 'paper', y0: 0, y1: 1, line: {color: tint('clay'), width: 1, dash: 'dot'},
+}));
+const notes = found => found.marks.map(mark => ({
+  x: mark.x, yref: 'paper', y: 1, text: '▾', showarrow: false, hovertext: mark.text, font: {color: tint('clay')},
+}));
+const file = found => JSON.stringify(Object.values(found.versions).map(version => version[0]));
+
+const draw = async figure => {
+  const box = figure.closest('.plots'), canvas = figure.querySelector('.canvas');
+  const metrics = JSON.parse(figure.dataset.metrics);
+  const [Plotly, found] = await Promise.all([plotly(), json(address(box, metrics))]);
+  const y = {type: 'log' in figure.dataset ? 'log' : 'linear', tickformat: figure.dataset.form === 'share' ? '.0%' : ''};
+  const shape = layout({title: {text: box.dataset.title, standoff: 4}}, y,
+    {shapes: marks(found), annotations: notes(found), uirevision: 'kept'});
+  await Plotly.react(canvas, traces(figure, found), shape, config);
+  figure.dataset.file = file(found);
+  figure.dataset.points = found.lines.reduce((most, line) => Math.max(most, line.points), 0);
+  if (!figure.dataset.drawn) {
+    canvas.on('plotly_click', event => {
+      const point = event.points[0], names = JSON.parse(box.dataset.runs);
+      const name = names.length > 1 ? point.data.name : names[0];
+      location.href = '/runs/' + encodeURIComponent(name) + '/trajectories?steps=' + point.customdata;
+    });
+    keys(canvas);
+  }
+  figure.dataset.drawn = '1';
+};
+const grow = async figure => {
+  const box = figure.closest('.plots'), canvas = figure.querySelector('.canvas'), data = canvas.data;
+  const newest = Math.max(-1, ...data.map(line => line.x.length ? line.x[line.x.length - 1] : -1));
+  const found = await json(address(box, JSON.parse(figure.dataset.metrics), newest));
+  const long = data.some(line => line.x.length > 2400);
+  if (long || file(found) !== figure.dataset.file || found.lines.length !== data.length) return draw(figure);
+  const grown = found.lines.map((line, place) => [place, line]).filter(([, line]) => line.x.length);
+  if (!grown.length) return;
+  const of = name => grown.map(([, line]) => line[name]);
+  await (await plotly()).extendTraces(canvas, {x: of('x'), y: of('y'), customdata: of('step')}, grown.map(([i]) => i));
+};
+
+// Arrows move along the axis, + and - zoom, 0 shows everything, Enter opens the samples of the newest step.
+const keys = canvas => canvas.addEventListener('keydown', event => {
+  const held = canvas.layout.xaxis, [low, high] = held.range.map(Number), width = high - low;
+  const ranges = {
+    ArrowLeft: [low - width / 5, high - width / 5], ArrowRight: [low + width / 5, high + width / 5],
+    '+': [low + width / 4, high - width / 4], '-': [low - width / 2, high + width / 2],
+  };
+  if (event.key === '0') window.Plotly.relayout(canvas, {'xaxis.autorange': true});
+  else if (ranges[event.key]) window.Plotly.relayout(canvas, {'xaxis.range': ranges[event.key]});
+  else return;
+  event.preventDefault();
+});
+
+const guarded = (work, figure) => work(figure).catch(error => {
+  figure.querySelector('.canvas').textContent = 'The curve cannot be drawn: ' + error.message;
+});
+const seen = new IntersectionObserver(entries => {
+  for (const entry of entries) {
+    entry.target.dataset.seen = entry.isIntersecting ? '1' : '';
+    if (entry.isIntersecting && !entry.target.dataset.begun) {
+      entry.target.dataset.begun = '1';
+      guarded(draw, entry.target);
+    }
+  }
+}, {rootMargin: '200px'});
+for (const figure of all('figure.plotted')) seen.observe(figure);
+
+// ---- timeline of ranks: a heat map of codes, read again with more detail where one zooms in ----
+
+const lanes = async (figure, step, begin = 0, end = 1) => {
+  const canvas = figure.querySelector('.canvas');
+  const query = new URLSearchParams({step, begin, end});
+  const [Plotly, found] = await Promise.all([plotly(), json('/runs/' + encodeURIComponent(run) + '/lanes.json?' + query)]);
+  const count = found.parts.length, columns = found.codes[0].length, each = found.seconds / columns;
+  const paint = part => {
+    const [hue, pale] = found.hues[part].split(' '), named = {grey: 'soft', idle: 'shade'}[hue] || hue;
+    return pale === 'far' ? tint('line') : tint(named) + (pale && hue !== 'idle' ? '70' : '');
+  };
+  const scale = found.parts.flatMap((part, i) => [[i / count, paint(part)], [(i + 1) / count, paint(part)]]);
+  const trace = {
+    type: 'heatmap', z: found.codes.map(row => row.map(code => code < 0 ? null : code + .5)), y: found.names,
+    x: Array.from({length: columns}, (_, i) => found.begin + (i + .5) * each), zmin: 0, zmax: count, colorscale: scale,
+    text: found.codes.map(row => row.map(code => found.parts[code] || 'nothing')), showscale: false, ygap: 2,
+    hovertemplate: '%{y}: %{text}<br>%{x:.4s}s<extra></extra>',
+  };
+  const shape = layout({title: {text: 'seconds of step ' + step}}, {autorange: 'reversed', fixedrange: true},
+    {height: 90 + 26 * found.names.length, hovermode: 'closest', margin: {l: 76, r: 12, t: 8, b: 38}});
+  await Plotly.react(canvas, [trace], shape, config);
+  figure.dataset.step = step;
+  if (!figure.dataset.whole) figure.dataset.whole = found.seconds;
+  if (begin === 0 && end === 1) figure.dataset.whole = found.seconds;
+  if (figure.dataset.bound) return;
+  figure.dataset.bound = '1';
+  canvas.on('plotly_relayout', change => {
+    const whole = Number(figure.dataset.whole), low = change['xaxis.range[0]'], high = change['xaxis.range[1]'];
+    if (change['xaxis.autorange']) lanes(figure, figure.dataset.step);
+    else if (low !== undefined) {
+      const ends = [low, high].map(place => Math.min(Math.max(place / whole, 0), 1));
+      if (ends[1] > ends[0]) lanes(figure, figure.dataset.step, ...ends);
+    }
+  });
+};
+for (const figure of all('.lanes-plot')) {
+  guarded(one => lanes(one, one.dataset.step), figure);
+  for (const link of all('a.pick')) link.addEventListener('click', event => {
+    event.preventDefault();
+    guarded(one => lanes(one, link.dataset.step), figure);
+  });
+}
+
+// ---- news: one stream for each page, closed while it is hidden ----
+
+const redraw = async () => {
+  const answer = await fetch(location.href);
+  if (!answer.ok) return;
+  const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
+  for (const part of all('[data-live]')) {
+    const fresh = page.getElementById(part.id);
+    if (!fresh || part.contains(document.activeElement) || getSelection().containsNode(part, true)) continue;
+    const open = all('details[open] summary', part).map(one => one.textContent);
+    const chosen = all('input:checked', part).map(one => one.value);
+    part.replaceWith(document.adoptNode(fresh));
+    for (const one of all('summary', fresh)) if (open.includes(one.textContent)) one.parentElement.open = true;
+    for (const one of all('input', fresh)) if (chosen.includes(one.value)) one.checked = true;
+  }
+};
+let busy = false, again = false;
+const update = async () => {
+  if (busy) { again = true; return; }
+  busy = true;
+  const began = performance.now();
+  try {
+    if (all('[data-live]').length > all('#head').length) await redraw();
+    for (const figure of all('figure.plotted[data-drawn]')) if (figure.dataset.seen) await grow(figure);
+  } catch (error) { /* the server has gone: the stream says so, and comes back with it */ }
+  setTimeout(() => {
+    busy = false;
+    if (again) { again = false; update(); }
+  }, Math.max(1000, 5 * (performance.now() - began)));
+};
+let stream = null;
+const listen = () => {
+  if (document.hidden || stream) return;
+  const asked = run ? '?run=' + encodeURIComponent(run) : '';
+  stream = new EventSource('/events' + asked);
+  let first = !run && !document.querySelector('[data-unread]:not([data-unread="0"])');
+  stream.addEventListener('news', event => {
+    const news = JSON.parse(event.data), head = document.getElementById('head');
+    if (news.gone) {
+      head.textContent = news.gone;
+      return;
+    }
+    if (news.head && !head.contains(document.activeElement)) head.innerHTML = news.head;
+    if (!first) update();
+    first = false;
+  });
+};
+const quiet = () => {
+  if (stream) stream.close();
+  stream = null;
+};
+document.addEventListener('visibilitychange', () => document.hidden ? quiet() : listen());
+addEventListener('pagehide', quiet);
+addEventListener('pageshow', listen);
+listen();
+const health = () => document.getElementById('health') && document.querySelector('#head .state.running');
+setInterval(() => { if (!document.hidden && health()) update(); }, 2000);
+if (document.querySelector('[data-unread]:not([data-unread="0"])')) setTimeout(update, 700);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
+  for (const figure of all('figure.plotted[data-drawn]')) guarded(draw, figure);
+  for (const figure of all('.lanes-plot')) guarded(one => lanes(one, one.dataset.step), figure);
+});

@@ -1,0 +1,219 @@
+"""Contents of the pages on time and health: the newest steps of a trace, or older ones by range; ranks and verdicts."""
+
+import bisect
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tilth.analysis.events import Events, from_table
+from tilth.analysis.read import parts, read_events
+from tilth.analysis.recent import recent
+from tilth.analysis.time_breakdown import CONTROLLER, PEERS, STAGES, Account, account
+from tilth.core.errors import DataError
+from tilth.process.child import Child
+from tilth.runs.readers import HOUR, ettr, read_recoveries, read_state, read_warnings
+from tilth.trace.clock_samples import events_folder, read_rounds
+from tilth.ui import format
+from tilth.ui.heat import colour
+from tilth.ui.report import workers_of
+from tilth.ui.timeline import LANES, SLOW, chosen, divided, health, hues, lanes, stack, timeline, typical
+from tilth.ui.top import LATE, LIVING, first_line
+from tilth.ui.web.follow import FollowedRun
+
+NEWEST = 20
+"""Newest steps that are shown where none are named."""
+EVENTS = 1_500_000
+"""Most events that are read for a page."""
+SECONDS = 60.0
+"""Seconds that a replay may take."""
+Row = dict[str, Any]
+
+
+def read_steps_of(run: Path, steps: range | None) -> tuple[Events, range]:
+    """Return the newest events and their complete steps, or those of some steps. DataError: there are none."""
+    if steps is None:
+        events, known = recent(run, NEWEST)
+        if events is None or not len(known):
+            raise DataError(f"{run.name} has written no events of a whole step", key="events")
+        return events, range(max(known.start, known.stop - NEWEST), known.stop)
+    folder = events_folder(run)
+    written = parts(folder) if folder.is_dir() else {}
+    for attempt in sorted({its for its, _ in written}, reverse=True):
+        files = [_covering([*of.values()], steps) for (its, _), of in written.items() if its == attempt]
+        paths = [path for some in files for path in some]
+        if (count := sum(pq.read_metadata(path).num_rows for path in paths)) > EVENTS:
+            raise DataError(f"steps {steps.start}:{steps.stop} have {count:,} events; name fewer steps", key="steps")
+        tables = [read_events(path) for path in paths]
+        if tables and (table := pa.concat_tables(tables)).num_rows:
+            since = pc.min(table["start"]).as_py()
+            events = from_table(table, read_rounds(folder, attempt, since))
+            if any(step in steps for step in events.steps):
+                return events, steps
+    raise DataError(f"{run.name} has no events of steps {steps.start}:{steps.stop}", key="steps")
+
+
+def _covering(paths: Sequence[Path], steps: range) -> Sequence[Path]:
+    """Return the files of one process, in order, with events of these steps."""
+    first = bisect.bisect_left(paths, steps.start, key=_last_step)
+    last = bisect.bisect_right(paths, steps.stop, key=_last_step)
+    return paths[first : last + 1]
+
+
+def _last_step(path: Path) -> int:
+    """Return the last step that a file has events of; a file that is torn is the last one of its process."""
+    try:
+        about = pq.read_metadata(path)
+    except (pa.ArrowException, OSError):
+        return 1 << 60
+    place = about.schema.names.index("step")
+    found = [about.row_group(i).column(place).statistics for i in range(about.num_row_groups)]
+    return max((int(one.max) for one in found if one is not None and one.has_min_max), default=-1)
+
+
+def time_page(run: FollowedRun, steps: range | None) -> Row:
+    """Return pictures of the time of some steps, and which ranks are slow. DataError: there are no events of them."""
+    events, known = read_steps_of(run.path, steps)
+    found = account(events, known)
+    usual, longest = typical(found)
+    ranks = [found.ranks[i] for i in chosen(found, LANES)]
+    return {
+        "first": int(found.steps[0]), "last": int(found.steps[-1]), "divided": divided(found), "stack": stack(found),
+        "timeline": timeline(events, usual, "A typical step", ranks), "usual": usual, "longest": longest,
+        "health": health(found) if len(found.ranks) > 1 else "", "slow": slow_ranks(found), "idle": idle_share(found),
+        "steps": list(zip(found.steps.tolist(), found.seconds.tolist()))[-NEWEST:], "attempt": found.attempt,
+        "warned": [first_line(one) for one in read_warnings(run.path) if one["kind"] == "slow"],
+        "step": float(np.median(found.seconds)),
+    }  # fmt: skip
+
+
+def idle_share(found: Account) -> float:
+    """Return the share of the ranks' time in which they wait."""
+    idle = [found.names.index(name) for name in (STAGES, PEERS, CONTROLLER)]
+    return float(found.by_rank[:, idle].sum() / max(found.by_rank.sum(), 1e-12))
+
+
+def slow_ranks(found: Account) -> list[str]:
+    """Return the ranks that are slow for their work, the slowest first, with the evidence."""
+    order = np.argsort(-np.nan_to_num(found.pace, nan=0.0), kind="stable")
+    return [
+        f"rank {found.ranks[i]} takes {found.pace[i]:.2f} times as long as its peers for the same work; others waited "
+        f"{format.brief(float(found.meetings.blamed[i]))} for it in communications"
+        for i in order.tolist() if found.pace[i] >= SLOW
+    ]  # fmt: skip
+
+
+def lanes_of(run: FollowedRun, step: int, part: tuple[float, float]) -> Row:
+    """Return a part of a step's timeline: for each rank the part of the time in each of ``COLUMNS`` columns."""
+    events, _ = read_steps_of(run.path, range(step, step + 1))
+    ranks = events.workers[:LANES]
+    made, names, seconds = lanes(events, step, ranks, part)
+    begin = seconds / max(part[1] - part[0], 1e-9) * part[0]
+    rows = {"names": [lane.name for lane in made], "codes": [lane.codes.tolist() for lane in made]}
+    return rows | {"step": step, "parts": list(names), "hues": hues(names), "begin": begin, "seconds": seconds}
+
+
+# ---- health ----
+
+
+def health_page(run: FollowedRun) -> Row:
+    """Return who lives, what each rank does and uses, what was survived and warned of, and a heat map of phases."""
+    look, now = run.look(), datetime.now(UTC)
+    state = read_state(run.path)
+    ended = state.get("ended")
+    end = datetime.fromisoformat(ended) if ended and not look.running else now
+    survived = read_recoveries(run.path)
+    findings = [{"title": f"{format.outcome(one)}: {format.survived(one)}", **_verdict(one)} for one in survived]
+    findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
+    return {
+        "look": look, "workers": [_worker(row) for row in look.workers], "used": workers_of(state),
+        "heat": heat(run.path),
+        "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
+        "ettr": ettr(state, survived, end), "hour": ettr(state, survived, end, HOUR), "state": state,
+        "lost": sum(one["lost"] + one["seconds"] for one in survived), "count": len(survived),
+    }  # fmt: skip
+
+
+def _verdict(one: Row) -> Row:
+    ranks = ", ".join(map(str, one.get("ranks") or []))
+    return {"time": one["time"], "step": one["step"], "ranks": ranks, "evidence": one["evidence"]}
+
+
+def _worker(row: Row) -> Row:
+    """Return the health of a rank, with True as ``late`` if it gives no sign of life."""
+    beat = row.get("heartbeat_age")
+    doing = [str(row[name]) for name in ("call", "operation") if row.get(name)]
+    late = row["state"] not in LIVING or (beat is not None and beat > LATE)
+    return row | {"late": late, "doing": ": ".join(dict.fromkeys(doing)) or "between calls", "beat": beat}
+
+
+def heat(run: Path) -> Row | None:
+    """Return the time of ranks in each part of the newest steps over the median of the ranks; None without peers."""
+    try:
+        events, steps = read_steps_of(run, None)
+    except DataError:
+        return None
+    found = account(events, steps)
+    if len(found.ranks) < 2:
+        return None
+    usual = np.median(found.by_rank, axis=0)
+    shown = [k for k, name in enumerate(found.names) if found.by_rank[:, k].max() > 0.005 * found.whole]
+    rows = []
+    for i in chosen(found):
+        took = [(float(found.by_rank[i, k]), float(found.by_rank[i, k] / max(usual[k], 1e-9))) for k in shown]
+        cells = [(s / len(found.steps), ratio, "#{:02x}{:02x}{:02x}".format(*colour(ratio))) for s, ratio in took]
+        codes = np.unique(events.place.codes[events.rank == found.ranks[i]])
+        rows.append((found.ranks[i], next(filter(None, (events.place.names[c] for c in codes)), ""), cells))
+    names = [found.names[k] for k in shown]
+    return {"names": names, "rows": rows, "first": int(found.steps[0]), "last": int(found.steps[-1])}
+
+
+# ---- what if ----
+
+
+class Replays:
+    """``tilth trace whatif`` in a process of its own, one at a time; a replay of the same steps is made once."""
+
+    def __init__(self) -> None:
+        self._busy = threading.Lock()
+        self._known: dict[tuple[Path, int, int], Row] = {}
+
+    def of(self, run: Path, first: int, last: int) -> Row:
+        """Return the findings of ``tilth trace whatif --json`` for steps ``first`` to ``last``. DataError."""
+        key = run, first, last
+        if key in self._known:
+            return self._known[key]
+        if not self._busy.acquire(blocking=False):
+            raise DataError("another replay is being made; try again in a moment", key="whatif.busy")
+        try:
+            made = self._made(run, f"{first}:{last + 1}")
+        finally:
+            self._busy.release()
+        self._known = {**dict([*self._known.items()][-31:]), key: made}
+        return made
+
+    def _made(self, run: Path, steps: str) -> Row:
+        command = [sys.executable, "-m", "tilth", "trace", "whatif", str(run), "--steps", steps, "--json"]
+        child = Child(command, os.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            said, wrong = child.process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DataError(
+                f"the replay took longer than {SECONDS:.0f} s; name fewer steps", key="whatif.slow"
+            ) from None
+        finally:
+            child.kill()
+        if child.process.returncode:
+            raise DataError(wrong.decode(errors="replace").strip()[-500:] or "the replay failed", key="whatif")
+        found: Row = json.loads(said)
+        return found

@@ -1,0 +1,338 @@
+"""Contents of the pages on runs, curves and trajectories: what runs wrote, as the templates and the script take it."""
+
+import json
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from tilth.core.errors import DataError
+from tilth.runs.readers import ACCURACY, REWARD, read_recoveries, read_state
+from tilth.ui import format
+from tilth.ui.charts import CATALOGUE, DULL_AT_ZERO, MEMORY, Chart, Line, extremes, members
+from tilth.ui.html import render
+from tilth.ui.listing import METRICS, Row, age_of, measured, row_of
+from tilth.ui.report import findings, memory_card, planned, spent_steps, workers_of
+from tilth.ui.result import headline
+from tilth.ui.samples import prompt_of, sample
+from tilth.ui.tokens import COLOURINGS, numbers, pieces_of
+from tilth.ui.top import Look
+from tilth.ui.web.follow import FollowedRun, RunsFolder
+from tilth.ui.web.metric_table import MetricTable
+from tilth.ui.web.search import PAGE, Wanted, group_of, newest_step, search
+
+PATIENT = 0.4
+"""Seconds that the list waits for runs that have not been read yet; they are read in a thread meanwhile."""
+LISTED = 200
+"""Most runs on one page of the list."""
+SPARK = (120.0, 24.0, 60)
+"""Width, height and most points of a curve in the list."""
+POINTS = 800
+"""Most points of a curve, besides its ends."""
+LOG = 1 << 16
+"""Bytes at the end of a log that are shown."""
+TOKENS = 2_000
+"""Most tokens of a sample that are shown."""
+CHARTS = 60
+"""Most charts of one page."""
+SHAPES = {
+    "accuracy_last": ACCURACY, "pairs_heldout_last": "accuracy/pairs", "loss_heldout_last": "loss/heldout",
+    "reward_heldout_last": REWARD, "reward_last": "reward/mean",
+}  # fmt: skip
+"""Key of ``listing.METRICS`` -> the metric of its curve."""
+AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
+"""Horizontal axis -> its title."""
+
+
+# ---- runs ----
+
+
+class RunList:
+    """Rows of the list of runs, each computed anew when its run has written."""
+
+    def __init__(self, runs: RunsFolder) -> None:
+        self._runs = runs
+        self._rows: dict[str, tuple[Any, Row]] = {}
+        self._reader = threading.Lock()
+
+    def page(self, words: str, state: str, tag: str, page: int) -> Row:
+        """Return the rows that match, the newest first, and how many are still to be read."""
+        late, rows, unread = time.monotonic() + PATIENT, [], []
+        for name in self._by_age():
+            row = self._row(name, time.monotonic() > late)
+            rows.append(row)
+            unread += [name] if row["state"] == "reading" else []
+        if unread and self._reader.acquire(blocking=False):
+            threading.Thread(target=self._read, args=(unread,), name="run-list", daemon=True).start()
+        tags = Counter(tag for row in rows for tag in row["tags"])
+        asked = words.lower().split()
+        shown = [r for r in rows if all(w in r["words"] for w in asked) and state in ("", r["state"])]
+        shown = [row for row in shown if not tag or tag in row["tags"]]
+        return {
+            "rows": shown[page * LISTED : (page + 1) * LISTED], "total": len(shown), "all": len(rows),
+            "unread": len(unread), "tags": [t for t, count in tags.most_common(24) if count > 1],
+            "states": sorted({row["state"] for row in rows}), "pages": -(-len(shown) // LISTED),
+        }  # fmt: skip
+
+    def _by_age(self) -> list[str]:
+        root = self._runs.root
+        own = (root / "run.json").is_file()
+        return sorted(self._runs.names(), key=lambda name: age_of(root if own else root / name))
+
+    def _read(self, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                self._row(name, False)
+        finally:
+            self._reader.release()
+
+    def _row(self, name: str, late: bool) -> Row:
+        try:
+            run = self._runs.get(name)
+        except DataError as error:
+            return _broken(name, str(error))
+        mark = _mark(run.path)
+        known = self._rows.get(name)
+        if known is not None and (known[0] == mark or late):
+            return _aged(known[1], run.path)
+        if late:
+            return _broken(name, "") | {"state": "reading"}
+        row = _aged(row_of_run(run), run.path)
+        if row["state"] != "running":
+            self._rows[name] = mark, row
+        return row
+
+
+def _mark(run: Path) -> tuple[Any, ...]:
+    files = [run / name for name in ("run.json", "metrics.jsonl", "recoveries.jsonl")]
+    return tuple((s.st_mtime_ns, s.st_size) if (s := _stat(file)) else None for file in files)
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    try:
+        return file.stat()
+    except OSError:
+        return None
+
+
+def _aged(row: Row, run: Path) -> Row:
+    return row | {"age": age_of(run)}
+
+
+def _broken(name: str, error: str) -> Row:
+    row = dict.fromkeys(("recipe", "flow", "step", "metric", "value", "most", "rate", "host", "spark", "planned"))
+    return {**row, "name": name, "state": "broken", "error": error, "tags": tags_of(name), "age": 0.0, "shown": "",
+            "words": f"{name} {error}".lower()}  # fmt: skip
+
+
+def tags_of(name: str) -> list[str]:
+    """Return the words of a run's name, without its number."""
+    words = name.replace("_", "-").replace(".", "-").split("-")
+    return [word for word in dict.fromkeys(words) if word and not word.isdecimal()]
+
+
+def row_of_run(run: FollowedRun) -> Row:
+    """Return the row of the list: ``listing.row_of``, with progress, a small curve, rate, machine."""
+    name, found = run.path.name, row_of(run.path, lambda _: run.summary())
+    if found["state"] == "unreadable":
+        return _broken(name, found["error"])
+    state, summary = read_state(run.path), run.summary()
+    plan = state.get("plan") or {}
+    most = sum(plan.get(key) or 0 for key in ("supervised_steps", "value_steps", "steps"))
+    key = next((key for key in METRICS if summary.get(key) is not None), None)
+    cpu = (state.get("environment") or {}).get("cpu") or ""
+    words = (name, found["recipe"], found["flow"], found["state"], state.get("host"), cpu)
+    return found | {
+        "name": name, "most": most, "shown": measured(found), "tags": tags_of(name),
+        "rate": summary["tokens_per_second_generate"] or summary["tokens_per_second_train"],
+        "host": state.get("host"), "spark": spark(run.table, SHAPES[key] if key else "loss"),
+        "words": " ".join(str(word) for word in words if word).lower(),
+    }  # fmt: skip
+
+
+def spark(table: MetricTable, name: str) -> str:
+    """Return the path of a small curve; "" if there are less than two points."""
+    steps, values = points_of(table, name)
+    if len(values) < 2:
+        return ""
+    wide, high, most = SPARK
+    at = extremes(values, most)
+    x, y = steps[at] - steps[0], values[at] - values.min()
+    x, y = wide * x / max(float(x.max()), 1e-300), high * (1 - y / max(float(y.max()), 1e-300))
+    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x.tolist(), y.tolist()))
+
+
+# ---- one run ----
+
+
+def head(name: str, look: Look) -> Markup:
+    """Render the head of a run's pages: state, progress, newest numbers."""
+    p, state = look.progress, look.state
+    done = p.done / p.steps if p.steps else None
+    rates = {n: p.record.get(f"tokens_per_second/{n}") for n in ("generate", "train")}
+    return render("head.html", name=name, look=look, p=p, state=state, done=done, rates=rates, running=look.running)
+
+
+def run_page(run: FollowedRun, words: str, axis: str, smooth: int) -> Row:
+    """Return the contents of a run's page: summary, charts of its metrics or of those with the words in their names."""
+    summary, state, plan = run.summary(), read_state(run.path), read_state(run.path).get("plan") or {}
+    table, recipe = run.table, run.path / "recipe.toml"
+    scored = int(sum(table.steps().values("samples"))) if "reward/missing" in table.names else None
+    shown = charts_of(table, words)
+    notes = [f"{table.unread:,} lines of metrics.jsonl are no records of a step"] if table.unread else []
+    return {
+        "state": state, "s": summary, "headline": headline(summary), "measures": format.MEASURES, "plan": plan,
+        "planned": planned(plan), "memory": memory_card(summary, plan), "workers": workers_of(state),
+        "env": state.get("environment") or {}, "missing": summary["rewards_missing"], "scored": scored,
+        "spent": spent_steps(plan, table.phase_steps()), "recipe": _text(recipe), "charts": shown,
+        "words": words, "axis": axis,
+        "warnings": summary["warnings"] + findings(run.path, summary), "log": tail_of(run.path / "log.txt"),
+        "smooth": smooth, "axes": AXES, "notes": notes, "all": table.names, "about": _schema(run.path),
+        "values": {line.metric: _last(table, line.metric) for chart in shown for line in chart.lines},
+    }  # fmt: skip
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[: 4 * LOG]
+    except OSError:
+        return None
+
+
+def tail_of(path: Path) -> str:
+    """Return the end of a log; "" if there is none."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LOG))
+            text = file.read(LOG)
+    except OSError:
+        return ""
+    whole = text if size <= LOG else text[text.find(b"\n") + 1 :]
+    return format.plain(whole.decode(errors="replace"))
+
+
+def _schema(run: Path) -> Mapping[str, Mapping[str, str]]:
+    try:
+        found = json.loads((run / "metrics_schema.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def charts_of(table: MetricTable, words: str = "") -> list[Chart]:
+    """Return the charts of the catalogue that a run fills; with words, one for each metric that has them all."""
+    names = table.names
+    if asked := words.lower().split():
+        found = [name for name in names if all(word in name.lower() for word in asked)]
+        return [Chart(name, (Line(name, "sky"),)) for name in found[:CHARTS]]
+    charts = []
+    for chart in (*CATALOGUE, MEMORY):
+        lines = tuple(m for line in chart.lines for m in members(line, names) if m.metric in names)
+        values = [v[~np.isnan(v)] for line in lines if len(v := table.column(line.metric))]
+        if any(len(v) for v in values) and not (chart.title in DULL_AT_ZERO and not any(v.any() for v in values)):
+            charts.append(Chart(chart.title, lines, chart.form, chart.note, chart.log, dots=chart.dots))
+    return charts[:CHARTS]
+
+
+def _last(table: MetricTable, name: str) -> Row:
+    """Return the newest value of a metric with its step, the least and the greatest."""
+    steps, values = points_of(table, name)
+    if not len(values):
+        return {}
+    ends = {"least": float(values.min()), "most": float(values.max())}
+    return {"last": float(values[-1]), "step": int(steps[-1]), **ends}
+
+
+# ---- curves ----
+
+
+def points_of(table: MetricTable, name: str, axis: str = "step") -> tuple[np.ndarray, np.ndarray]:
+    """Return places on an axis and values of a metric where it was measured: float64 [m] each."""
+    rows = measured_rows(table, name, axis)
+    return across_of(table, axis)[rows], table.column(name)[rows]
+
+
+def measured_rows(table: MetricTable, name: str, axis: str) -> np.ndarray:
+    """Return the steps that have a metric and a place on an axis: bool [n]."""
+    return np.isfinite(table.column(name)) & np.isfinite(across_of(table, axis))
+
+
+def across_of(table: MetricTable, axis: str) -> np.ndarray:
+    """Return the place of each step on an axis: float64 [n]."""
+    if axis == "tokens":
+        trained = table.column("tokens/trained")
+        counted = trained if np.isfinite(trained).any() else table.column("tokens/generated")
+        return np.cumsum(np.nan_to_num(counted))
+    return table.column("seconds" if axis == "seconds" else "step")
+
+
+def smoothed(values: np.ndarray, width: int) -> np.ndarray:
+    """Return the mean of each value and those up to ``width`` before it: float64 [n]."""
+    if width < 1 or not len(values):
+        return values
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    end = np.arange(1, len(values) + 1)
+    begin = np.maximum(end - width - 1, 0)
+    return (sums[end] - sums[begin]) / (end - begin)
+
+
+def lines_of(run: FollowedRun, names: Sequence[str], axis: str, smooth: int, since: float) -> list[Row]:
+    """Return the curves of metrics from a place of the axis on, thinned with their extremes kept.
+
+    step: of each point, for links to the samples of that step.
+    """
+    run.refresh()
+    table, found = run.table, []
+    for name in names:
+        rows = measured_rows(table, name, axis)
+        x, y, steps = across_of(table, axis)[rows], table.column(name)[rows], table.column("step")[rows]
+        kept = x > since
+        x, y, steps = x[kept], smoothed(y, smooth)[kept], steps[kept]
+        at = extremes(y, POINTS)
+        columns = {"x": x[at].tolist(), "y": y[at].tolist(), "step": steps[at].astype(int).tolist()}
+        found.append({"run": run.path.name, "metric": name, "points": len(y), **columns})
+    return found
+
+
+def marks_of(run: FollowedRun, axis: str) -> list[Row]:
+    """Return the recoveries of a run with their places on an axis."""
+    steps, across = run.table.column("step"), across_of(run.table, axis)
+    found = []
+    for one in read_recoveries(run.path):
+        at = int(np.searchsorted(steps, one["step"]))
+        if at < len(across) and math.isfinite(across[at]):
+            found.append({"x": float(across[at]), "text": f"{format.outcome(one)}: {format.survived(one)}"})
+    return found
+
+
+# ---- trajectories ----
+
+
+def trajectories_page(run: FollowedRun, wanted: Wanted) -> Row:
+    """Return a page of trajectories, and the newest steps that have some."""
+    found = search(run.path, wanted)
+    return {
+        "rows": [row | {"kind": format.verdict(row)} for row in found.rows], "total": found.total,
+        "notes": found.notes, "wanted": wanted, "pages": -(-found.total // PAGE), "newest": newest_step(run.path),
+    }  # fmt: skip
+
+
+def group_page(run: FollowedRun, step: int, group: int | None, one: int | None, by: str, most: int) -> Row:
+    """Return the samples of a group side by side, each token coloured. DataError: there is no such group."""
+    rows, pieces = group_of(run.path, step, group, one), pieces_of(run.path)
+    if not rows:
+        raise DataError(f"{run.path.name} has no such samples at step {step} on disk", key="step")
+    known = [name for name in COLOURINGS if any(numbers(row, name) is not None for row in rows)]
+    shown = [row | {"shown": sample(row, pieces, most, by if by in known else "logprob")} for row in rows]
+    return {
+        "rows": shown, "prompt": prompt_of(rows[0], pieces, 20_000), "answer": rows[0].get("answer"), "by": by,
+        "known": known, "colourings": COLOURINGS, "label": COLOURINGS[by], "step": step, "group": group, "most": most,
+    }  # fmt: skip

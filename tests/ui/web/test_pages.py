@@ -1,0 +1,407 @@
+"""The pages: what they show is what the runs wrote, whoever may not ask is refused, bad input is a 4xx."""
+
+import asyncio
+import hashlib
+import html
+import json
+import math
+import re
+import shutil
+import socket
+from contextlib import aclosing
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.errors import raises
+from tests.examples import examples
+from tests.patience import patience
+from tests.ui.fake import fake_run
+from tests.ui.test_report import ATTACK, Page
+from tests.ui.web import runs as made
+from tests.ui.web.runs import client_of, folder_of_runs
+from tilth.cli.main import app
+from tilth.core.errors import DataError
+from tilth.process.access import AddressError
+from tilth.runs.directory import RunDir
+from tilth.runs.readers import read_metrics, read_trajectories, summarise
+from tilth.ui.tokens import COLOURINGS, colour_of, numbers
+from tilth.ui.web.app import PageServer
+from tilth.ui.web.compare import interval
+from tilth.ui.web.follow import News, RunsFolder, UnknownRun
+
+VIEWS = (
+    "/", "/?q=sums&state=finished", "/runs/sums-a-001", "/runs/sums-a-001?q=time&x=seconds&smooth=3",
+    "/runs/sums-a-001/trajectories", "/runs/sums-a-001/trajectories?steps=0:&sort=length&down=1",
+    "/runs/sums-a-001/group?step=16&group=160", "/runs/sums-a-001/time", "/runs/sums-a-001/health",
+    "/runs/agents", "/runs/agents/group?step=1&group=7&by=version", "/runs/agents/time", "/runs/ranks/time",
+    "/runs/ranks/health", "/runs/ranks/time?steps=3:6", "/compare?run=sums-a-001&run=agents",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folder_of_runs(tmp_path_factory.mktemp("pages") / "runs")
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    return client_of(folder)[0]
+
+
+def page_of(client, path, status=200):
+    answer = client.get(path)
+    assert answer.status_code == status, answer.text[:2000]
+    return Page(answer.text)
+
+
+@pytest.mark.parametrize("path", VIEWS)
+def test_every_view_is_whole_and_loads_nothing_from_elsewhere(client, path):
+    answer = client.get(path)
+    page = page_of(client, path)
+    assert page.scripts == [] and not re.search(r"https?://|//cdn|@import", answer.text)
+    assert not [a for _, a in page.seen for key in a if key.startswith("on")]
+    policy = answer.headers["content-security-policy"]
+    assert "script-src 'self';" in policy and "default-src 'none'" in policy and "unsafe-eval" not in policy
+    for link in (a.get("href") or a.get("src") for _, a in page.seen if a.get("href", "").startswith("/static")):
+        assert client.get(link).status_code == 200
+
+
+def test_assets_are_kept_by_browsers_under_the_hash_of_their_contents(client):
+    script = next(a for n, a in page_of(client, "/").seen if n == "script")
+    for link in (script["src"], script["data-plotly"]):
+        answer = client.get(link)
+        assert "immutable" in answer.headers["cache-control"]
+        assert hashlib.sha256(answer.content).hexdigest()[:16] in link
+    assert client.get("/static/web.js").status_code == 404
+
+
+def test_the_list_names_what_is_finished_and_what_is_broken(client):
+    page = page_of(client, "/")
+    assert "sums-a-001" in page.words and "agents" in page.words and "notes" not in page.words.split()
+    states = [a["class"] for n, a in page.seen if n == "span" and a.get("class", "").startswith("state ")]
+    assert sorted(states) == ["state broken", "state finished", "state finished", "state finished"]
+    assert "ranks" not in page_of(client, "/?q=agents").words
+    assert "No runs match" in page_of(client, "/?q=nothing-like-this").words
+
+
+def test_a_folder_without_runs_and_one_that_is_none(tmp_path):
+    assert "tilth run addition-grpo" in page_of(client_of(tmp_path)[0], "/").words
+    with raises(DataError, "RUNS_DIR"):
+        RunsFolder(tmp_path / "none")
+
+
+def test_the_folder_of_a_run_shows_that_run(folder):
+    client = client_of(folder / "agents")[0]
+    assert "agents" in page_of(client, "/").words and page_of(client, "/runs/agents")
+
+
+def test_numbers_are_those_of_the_summary(client, folder):
+    s = summarise(folder / "sums-a-001")
+    words = page_of(client, "/runs/sums-a-001").words
+    for want in (f"{100 * s['accuracy_last']:.1f} %", f"{s['tokens_per_second_generate']:,.0f}", "742 MB", "771 MB",
+                 "AMD EPYC 7B13", "806,000", f"{s['mismatch_max']:.1e}"):  # fmt: skip
+        assert want in words, want
+    assert RunsFolder(folder).get("sums-a-001").summary() == s
+
+
+# ---- curves ----
+
+
+def test_curves_are_the_metrics_along_each_axis(client, folder):
+    records = read_metrics(folder / "sums-a-001")
+    found = client.get("/curves.json?run=sums-a-001&metric=loss&metric=reward/mean").json()["lines"]
+    assert found[0]["y"] == [r["loss"] for r in records] and found[0]["step"] == [r["step"] for r in records]
+    assert found[1]["x"] == [r["step"] for r in records if "reward/mean" in r]
+    seconds = client.get("/curves.json?run=sums-a-001&metric=loss&x=seconds").json()["lines"][0]
+    tokens = client.get("/curves.json?run=sums-a-001&metric=loss&x=tokens").json()["lines"][0]
+    assert seconds["x"] == [r["seconds"] for r in records]
+    assert tokens["x"][-1] == pytest.approx(sum(r["tokens/trained"] for r in records))
+    newer = client.get("/curves.json?run=sums-a-001&metric=loss&since=10").json()["lines"][0]
+    assert newer["x"] == [r["step"] for r in records if r["step"] > 10]
+    soft = client.get("/curves.json?run=sums-a-001&metric=loss&smooth=2").json()["lines"][0]["y"]
+    assert soft[5] == pytest.approx(sum(r["loss"] for r in records[3:6]) / 3)
+
+
+def test_a_spike_of_a_long_curve_is_kept(tmp_path):
+    with RunDir.create(made.named(tmp_path, "long"), "long") as run:
+        pass
+    made.lines(run.path / "metrics.jsonl", *({"step": i, "loss": 9.0 if i == 7777 else 1.0} for i in range(1, 20_001)))
+    found = client_of(tmp_path)[0].get("/curves.json?run=long&metric=loss").json()["lines"][0]
+    assert len(found["x"]) < 900 and found["points"] == 20_000
+    assert (found["x"][0], found["x"][-1], found["x"][found["y"].index(9.0)]) == (1, 20_000, 7777)
+
+
+def test_recoveries_are_marks(folder, tmp_path):
+    shutil.copytree(folder / "ranks", tmp_path / "ranks")
+    one = {
+        "time": "2026-01-01T00:00:00+00:00",
+        "step": 5,
+        "kind": "crash",
+        "evidence": "x",
+        "lost": 1.0,
+        "seconds": 2.0,
+    }
+    made.lines(tmp_path / "ranks" / "recoveries.jsonl", one)
+    client = client_of(tmp_path)[0]
+    (mark,) = client.get("/curves.json?run=ranks&metric=loss").json()["marks"]
+    assert mark["x"] == 5 and "crash" in mark["text"]
+    assert "1 failure" in page_of(client, "/runs/ranks/health").words
+
+
+# ---- trajectories ----
+
+
+def test_the_worst_answers_of_the_newest_step_come_first(client, folder):
+    newest = max(row["step"] for row in read_trajectories(folder / "sums-a-001", columns=["step"]).to_pylist())
+    page = page_of(client, "/runs/sums-a-001/trajectories")
+    rewards = [a["class"] for n, a in page.seen if n == "a" and a.get("class", "").startswith("badge")]
+    assert len(rewards) == 32 and rewards == sorted(rewards, key=["badge wrong", "badge right"].index)
+    assert f"32 samples of step {newest}" in page.words
+
+
+@pytest.mark.parametrize("by", ["logprob", "mask", "version"])
+def test_colours_and_numbers_are_those_of_the_file(client, folder, by):
+    rows = sorted(
+        read_trajectories(folder / "agents").to_pylist(), key=lambda r: (r["reward"] is None, -(r["reward"] or 0))
+    )
+    page = page_of(client, f"/runs/agents/group?step=1&group=7&by={by}")
+    shown = [a for n, a in page.seen if n == "span" and "token" in a.get("title", "")]
+    wanted = [(r["tokens"][i], numbers(r, by)[i]) for r in rows for i in (2, 3, 5, 6)]
+    assert len(shown) == len(wanted)
+    for found, (token, value) in zip(shown, wanted):
+        assert found["title"] == f"{COLOURINGS[by]} {value:.4g}, token {token}"
+        assert found["class"].split()[0] == colour_of(by, value)
+
+
+def test_turns_calls_and_rewards_of_an_episode(client):
+    page = page_of(client, "/runs/agents/group?step=1&group=7")
+    assert "how many <b>nuts</b>?" in "".join(page.text) and "tool, 1 tokens" in page.words
+    assert "reward 0.25" in page.words and "format 0.5" in page.words and "missing" in page.words
+    assert "did not write" in page_of(client, "/runs/agents/group?step=1&group=7&by=advantage").words
+
+
+def test_text_of_models_is_text(tmp_path):
+    odd = ATTACK + "\u202egnihton\u202c" + "x" * (1 << 20)
+    fake_run(tmp_path, warmup=1, steps=1, hostile=odd)
+    client = client_of(tmp_path)[0]
+    for path in ("trajectories", "group?step=2&group=20", "trajectories?text=gnihton"):
+        answer = client.get(f"/runs/addition-grpo-001/{path}")
+        page = Page(answer.text)
+        assert answer.status_code == 200 and page.scripts == [] and "img" not in [n for n, _ in page.seen]
+        assert len(answer.content) < 1 << 20
+    assert ATTACK[:40] in "".join(page.text)
+
+
+# ---- compare ----
+
+
+def test_runs_are_compared_by_keys_and_results(tmp_path):
+    for name, seed, rate in (("a", 1, 0.001), ("b", 2, 0.001), ("c", 1, 0.5)):
+        made_run = fake_run(tmp_path, warmup=2, steps=5, seed=seed)
+        made_run.rename(tmp_path / name)
+        text = (tmp_path / name / "recipe.toml").read_text()
+        text = re.sub(r"(?m)^seed = .*$", f"seed = {seed}", text)
+        (tmp_path / name / "recipe.toml").write_text(re.sub(r"(?m)^lr = .*$", f"lr = {rate}", text))
+    client = client_of(tmp_path)[0]
+    page = page_of(client, "/compare?run=a&run=c")
+    rows = re.findall(r"<tr><td><code>([^<]*)</code></td>", client.get("/compare?run=a&run=c").text)
+    assert [row for row in rows if row.endswith("lr")] and "seed" not in rows and "0.001" in page.words
+    seeds = page_of(client, "/compare?run=a&run=b&run=c").words
+    assert "a, b differ in their seeds alone" in seeds
+    lines = client.get("/curves.json?run=a&run=b&metric=loss").json()["lines"]
+    assert [line["run"] for line in lines] == ["a", "b"]
+    page_of(client, "/compare?run=a", 422)
+    page_of(client, "/compare?run=a&run=no", 404)
+
+
+def test_an_interval_over_seeds_is_students():
+    mean, half = interval([1.0, 2.0, 3.0])
+    assert (mean, half) == (2.0, pytest.approx(4.303 / math.sqrt(3), rel=1e-4))
+
+
+# ---- time and health ----
+
+
+def test_a_slow_rank_is_named_with_its_evidence(client):
+    words = page_of(client, "/runs/ranks/time").words
+    assert "slow: rank 1 takes 1.8" in words and "rank 1 costs 0.3 s" in words
+    found = client.get("/runs/ranks/lanes.json?step=3").json()
+    assert found["names"] == ["controller", "rank 0", "rank 1"] and len(found["codes"][0]) == 1000
+    zoomed = client.get("/runs/ranks/lanes.json?step=3&begin=0.5&end=0.75").json()
+    assert zoomed["seconds"] == pytest.approx(0.25) and zoomed["begin"] == pytest.approx(0.5)
+    assert "no events" in page_of(client, "/runs/agents/time").words
+
+
+def test_older_steps_are_read_by_range(client):
+    words = page_of(client, "/runs/ranks/time?steps=3:6").words
+    assert "Steps 3 to 5 of attempt 1" in words
+    assert "has no events of steps 400:402" in page_of(client, "/runs/ranks/time?steps=400:402").words
+
+
+def test_health_has_a_heat_map_and_the_verdicts(client):
+    page = page_of(client, "/runs/ranks/health")
+    cells = [a["style"] for n, a in page.seen if n == "td" and "style" in a]
+    assert cells and len(set(cells)) > 1 and "warning: slow" in page.words and "dp=1" in page.words
+
+
+@pytest.mark.slow
+def test_what_if_is_answered_by_a_process_of_its_own(client):
+    assert "rank 1" in page_of(client, "/runs/ranks/whatif?first=3&last=10").words
+
+
+# ---- news ----
+
+
+def news_of(folder, name, act, count):
+    """The first ``count`` news of a run, read by two pages at once; ``act`` is called after the first one."""
+
+    async def read():
+        runs = RunsFolder(folder)
+        news = News(runs, lambda name, look: name)
+        async with aclosing(news.of(name)) as one, aclosing(news.of(name)) as two:
+            found = []
+            for number in range(count):
+                pair = await asyncio.wait_for(asyncio.gather(anext(one), anext(two)), patience(20))
+                assert pair[0] == pair[1] and len(news._tasks) == 1
+                found.append(json.loads(pair[0]["data"]))
+                if not number:
+                    act()
+        assert not news._tasks
+        return found
+
+    return asyncio.run(read())
+
+
+def test_a_step_and_the_end_of_a_run_are_news(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.05)
+    monkeypatch.setattr("tilth.ui.web.follow.FRESH", 0.0)
+    with made.running(tmp_path) as run:
+        first, second = news_of(tmp_path, "live", lambda: run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5}), 2)
+        assert (first["step"], second["step"]) == (1, 2) and second["state"] == "running"
+        assert second["version"][1] > first["version"][1] and first["version"][0] == second["version"][0]
+        _, ended = news_of(tmp_path, "live", lambda: run.end("finished"), 2)
+        assert ended["state"] == "finished"
+
+
+def test_a_run_that_is_removed_while_it_is_watched(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.05)
+    with made.running(tmp_path):
+        pass
+    client = client_of(tmp_path)[0]
+    page_of(client, "/runs/live")
+    _, gone = news_of(tmp_path, "live", lambda: shutil.rmtree(tmp_path / "live"), 2)
+    assert "live" in gone["gone"]
+    page_of(client, "/runs/live", 404)
+
+
+# ---- who may ask ----
+
+
+def test_without_a_token_it_answers_this_machine_alone(folder):
+    client = client_of(folder)[0]
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 403
+    assert client.get("/", headers={"origin": "http://evil.example"}).status_code == 403
+    assert client.get("/", headers={"origin": "http://127.0.0.1:8600"}).status_code == 200
+    assert client_of(folder, host="localhost")[0].get("/").status_code == 200
+
+
+def test_a_token_is_needed_by_header_or_by_the_cookie_of_one_visit(folder):
+    client, path = client_of(folder, "a secret", "10.1.2.3")
+    assert client.get("/").status_code == client.get("/events").status_code == 401
+    assert client.get("/", headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert client.get("/", headers={"authorization": "Bearer a secret"}).status_code == 200
+    assert client.get("/enter?key=wrong").status_code == 401 and client.get("/").status_code == 401
+    entered = client.get(path, follow_redirects=False)
+    assert entered.status_code == 303 and "HttpOnly" in entered.headers["set-cookie"]
+    assert "a secret" not in entered.headers["set-cookie"] and client.get("/").status_code == 200
+    assert client.get("/", headers={"origin": "http://evil.example"}).status_code == 403
+    client.cookies.clear()
+    assert client.get(path).status_code == 401  # it was good once
+
+
+def test_beyond_this_machine_it_does_not_start_without_a_token(folder):
+    with raises(AddressError, "--token"):
+        PageServer(folder, "0.0.0.0", 0, "")
+    with socket.create_server(("127.0.0.1", 0)) as other, raises(AddressError, "--port"):
+        PageServer(folder, "127.0.0.1", other.getsockname()[1], "")
+    one, two = (PageServer(folder, "127.0.0.1", 0, "") for _ in range(2))
+    assert one.address != two.address
+    one.listener.close(), two.listener.close()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_but_reading_is_answered(client, method):
+    assert client.request(method, "/runs/sums-a-001").status_code == 405
+
+
+def contents(folder):
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_no_route_changes_a_file(client, folder):
+    before = contents(folder)
+    for path in VIEWS:
+        client.get(path)
+    assert contents(folder) == before
+
+
+def test_links_that_lead_out_are_not_followed(folder, tmp_path):
+    root = tmp_path / "runs"
+    shutil.copytree(folder / "agents", root / "agents")
+    (root / "away").symlink_to(folder / "ranks")
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a secret")
+    client = client_of(root)[0]
+    page_of(client, "/runs/away", 404)
+    for name in ("agents/log.txt", "agents/trajectories/steps-000009-000009.parquet"):
+        link = root / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(secret)
+        assert "a secret" not in client.get("/runs/agents").text and client.get("/runs/agents").status_code == 422
+        link.unlink()
+    for name in ("..%2fagents", "agents%2f..", "/etc", "agents%00"):
+        assert client.get(f"/runs/{name}").status_code == 404
+    with raises(UnknownRun, "run"):
+        RunsFolder(root).get("../runs/agents")
+
+
+words = st.text(st.characters(codec="utf-8"), max_size=12)
+odd = st.one_of(
+    words,
+    st.sampled_from(["-1", "nan", "inf", "1e999", "0:", ":", "9" * 30, "a:b", "\x00", "../..", "%", "mask", "1"]),
+)  # fmt: skip
+places = st.sampled_from(
+    ["/", "/events/x", "/curves.json", "/compare", "/enter", "/static/x", "/runs/", "/runs/agents", "/runs/ranks/time",
+     "/runs/agents/trajectories", "/runs/agents/group", "/runs/ranks/health", "/runs/ranks/lanes.json",
+     "/runs/torn", "/runs/agents/x"]
+)  # fmt: skip
+NAMES = ("q", "x", "smooth", "since", "run", "metric", "steps", "reward", "length", "finish", "prompt", "text", "sort",
+         "down", "page", "step", "group", "id", "tokens", "by", "begin", "end", "key", "tag", "state")  # fmt: skip
+
+
+@settings(max_examples=examples(10_000), deadline=None)
+@given(places, st.dictionaries(st.sampled_from(NAMES), odd, max_size=4), words)
+def test_odd_requests_are_answered_without_a_traceback(client, path, query, more):
+    for answer in (client.get(path, params=query), client.get(f"/runs/{quote(more, safe='')}")):
+        assert answer.status_code in (200, 404, 422), (path, query, answer.text[:500])
+        assert "Traceback" not in answer.text
+
+
+# ---- the command ----
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, folder):
+    monkeypatch.setitem(__import__("sys").modules, "plotly", None)
+    found = CliRunner().invoke(app, ["ui", str(folder), "--no-open"])
+    assert found.exit_code == 2 and "pip install '.[ui]'" in found.output
+
+
+def test_the_address_is_printed_and_a_signal_ends_it(monkeypatch, folder):
+    monkeypatch.setattr(PageServer, "run_here", lambda self: self.listener.close())
+    found = CliRunner().invoke(app, ["ui", str(folder), "--port", "0", "--no-open", "--token", "x"])
+    assert found.exit_code == 0 and re.search(r"http://127\.0\.0\.1:\d+/enter\?key=\S+;", html.unescape(found.output))
+    assert CliRunner().invoke(app, ["ui", str(folder / "none")]).exit_code == 2

@@ -1,0 +1,101 @@
+"""Pages of trajectories are those that a plain filter of the rows gives."""
+
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tilth.data.trajectories import GROUP, conform, read_trajectories
+from tilth.ui.web.search import PAGE, Wanted, answers_to, group_of, newest_step, prompts_of, search
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Files of three ranges of steps; the first one as earlier versions wrote it, without lengths."""
+    chance, root = random.Random(0), tmp_path_factory.mktemp("run")
+    (root / "trajectories").mkdir()
+    for first in (1, 3, 5):
+        rows = []
+        for step in (first, first + 1):
+            for i in range(40):
+                length = chance.randrange(1, 9)
+                rows.append(
+                    {"step": step, "id": step * 100 + i, "group": step * 10 + i // 4, "prompt": i // 4,
+                     "length": length, "prompt_text": f"what is {i // 4}?",
+                     "text": chance.choice(["Yes", "no"]) * length,
+                     "reward": chance.choice([None, 0.0, 0.5, 1.0]), "finish": chance.choice(["stop", "length"]),
+                     "tokens": [1] * (2 + length), "mask": [0, 0] + [1] * length, "prompt_length": 2}
+                )  # fmt: skip
+        table = conform(pa.Table.from_pylist(rows))
+        table = table.drop_columns("length") if first == 1 else table
+        pq.write_table(
+            table, root / "trajectories" / f"steps-{first:06d}-{first + 1:06d}.parquet", row_group_size=GROUP
+        )
+    return root
+
+
+spread = st.sampled_from([(None, None), (0.5, None), (None, 0.5), (0.2, 0.9)])
+searches = st.builds(
+    Wanted, steps=st.sampled_from([(6, 6), (1, 6), (2, 3), (9, 12)]), reward=spread,
+    length=st.sampled_from([(None, None), (3, None), (None, 4), (2, 5)]), finish=st.sampled_from(["", "stop"]),
+    prompt=st.sampled_from([None, 3]), text=st.sampled_from(["", "yes", "is 2"]),
+    sort=st.sampled_from(["step", "reward", "length", "id"]), down=st.booleans(), page=st.sampled_from([0, 1]),
+)  # fmt: skip
+
+
+def inside(value, ends):
+    low, high = ends
+    if low is None and high is None:
+        return True
+    return value is not None and (low is None or value >= low) and (high is None or value <= high)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(searches)
+def test_it_finds_what_a_filter_of_all_rows_finds(run, wanted):
+    rows = [row | {"length": len(row["tokens"]) - 2} for row in read_trajectories(run).to_pylist()]
+    kept = [
+        row for row in rows
+        if wanted.steps[0] <= row["step"] <= wanted.steps[1] and inside(row["reward"], wanted.reward)
+        and inside(row["length"], wanted.length) and wanted.finish in ("", row["finish"])
+        and wanted.prompt in (None, row["prompt"])
+        and (wanted.text.lower() in row["text"].lower() or wanted.text.lower() in row["prompt_text"].lower())
+    ]  # fmt: skip
+    sign = -1 if wanted.down else 1
+    order = [(row[wanted.sort] is None, sign * (row[wanted.sort] or 0), sign * row["step"], row["id"]) for row in kept]
+    kept = [row["id"] for _, row in sorted(zip(order, kept), key=lambda pair: pair[0])]
+    found = search(run, wanted)
+    assert found.total == len(kept) and found.notes == []
+    assert [row["id"] for row in found.rows] == kept[wanted.page * PAGE : (wanted.page + 1) * PAGE]
+    texts = {row["id"]: row["text"] for row in rows}
+    assert all(row["text"] == texts[row["id"]] for row in found.rows)
+
+
+def test_a_group_is_whole_and_the_best_comes_first(run):
+    found = group_of(run, 6, 62)
+    assert [row["id"] for row in found] and {row["group"] for row in found} == {62} and len(found) == 4
+    rewards = [row["reward"] for row in found if row["reward"] is not None]
+    assert rewards == sorted(rewards, reverse=True) and found[0]["tokens"]
+    assert [row["id"] for row in group_of(run, 6, None, 605)] == [605]
+
+
+def test_prompts_and_their_newest_answers(run):
+    assert newest_step(run) == 6 and "what is 3?" in prompts_of(run)
+    found = answers_to(run, "what is 3?")
+    assert {row["step"] for row in found} == {6} and {row["prompt"] for row in found} == {3}
+    assert answers_to(run, "never asked") == []
+
+
+def test_a_file_that_cannot_be_read_is_named_and_left_out(run, tmp_path):
+    folder = tmp_path / "trajectories"
+    folder.mkdir()
+    pq.write_table(pa.table({"step": [1], "id": [1]}), folder / "steps-000001-000001.parquet")
+    (folder / "steps-000002-000002.parquet").write_bytes(b"torn")
+    pq.write_table(pa.table({"step": ["x"], "id": [1]}), folder / "steps-000003-000003.parquet")
+    found = search(tmp_path, Wanted((0, 9)))
+    assert [row["id"] for row in found.rows] == [1] and found.rows[0]["length"] is None
+    assert [note.split()[0] for note in found.notes] == ["steps-000002-000002.parquet", "steps-000003-000003.parquet"]
