@@ -53,6 +53,7 @@ ELSEWHERE = {
     "tilth run addition-grpo rollout.engine=vllm": "that environment",
     "tilth run addition-grpo run.checkpoints=s3://": "a store",
     "tilth serve": "it serves until Ctrl-C; tests/serve/test_app.py has one",
+    "tilth ui": "it serves until Ctrl-C; tests/ui/web/test_pages.py has one",
     "tilth trace capture": "a run that goes on; tests/cli/test_capture.py has one",
     "python3 -m verl.": "verl's own command",
 }
