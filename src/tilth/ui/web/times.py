@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,12 @@ def _verdict(one: Row) -> Row:
     return {"time": one["time"], "step": one["step"], "ranks": ranks, "evidence": one["evidence"]}
 
 
-def _worker(row: Row) -> Row:
+def _worker(row: Mapping[str, Any]) -> Row:
     """Return the health of a rank, with True as ``late`` if it gives no sign of life."""
     beat = row.get("heartbeat_age")
     doing = [str(row[name]) for name in ("call", "operation") if row.get(name)]
     late = row["state"] not in LIVING or (beat is not None and beat > LATE)
-    return row | {"late": late, "doing": ": ".join(dict.fromkeys(doing)) or "between calls", "beat": beat}
+    return {**row, "late": late, "doing": ": ".join(dict.fromkeys(doing)) or "between calls", "beat": beat}
 
 
 def heat(run: Path) -> Row | None:
