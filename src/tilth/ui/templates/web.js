@@ -140,12 +140,12 @@ const lanes = async (figure, step, begin = 0, end = 1) => {
     {height: 90 + 26 * found.names.length, hovermode: 'closest', margin: {l: 76, r: 12, t: 8, b: 38}});
   await Plotly.react(canvas, [trace], shape, config);
   figure.dataset.step = step;
-  if (!figure.dataset.whole) figure.dataset.whole = found.seconds;
   if (begin === 0 && end === 1) figure.dataset.whole = found.seconds;
   if (figure.dataset.bound) return;
   figure.dataset.bound = '1';
   canvas.on('plotly_relayout', change => {
-    const whole = Number(figure.dataset.whole), low = change['xaxis.range[0]'], high = change['xaxis.range[1]'];
+    const whole = Number(figure.dataset.whole);
+    const [low, high] = change['xaxis.range'] || [change['xaxis.range[0]'], change['xaxis.range[1]']];
     if (change['xaxis.autorange']) lanes(figure, figure.dataset.step);
     else if (low !== undefined) {
       const ends = [low, high].map(place => Math.min(Math.max(place / whole, 0), 1));

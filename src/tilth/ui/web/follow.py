@@ -107,14 +107,19 @@ class RunsFolder:
         self._lock = threading.Lock()
         self._runs: dict[str, FollowedRun] = {}
         self._inside: dict[Path, tuple[int, str]] = {}
+        self._listed: tuple[float, int, list[str]] = (0.0, 0, [])
 
     def names(self) -> list[str]:
         """Return the names of its runs, broken ones among them; of a run's own folder, its name."""
         if (self.root / "run.json").is_file():
             return [self.root.name]
-        with os.scandir(self.root) as entries:
-            found = [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
-        return sorted(n for n in found if any((self.root / n / mark).exists() for mark in MARKS))
+        changed, (seen, mark, known) = self.root.stat().st_mtime_ns, self._listed
+        if time.monotonic() - seen > FRESH or changed != mark:
+            with os.scandir(self.root) as entries:
+                found = [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+            known = sorted(n for n in found if any((self.root / n / mark).exists() for mark in MARKS))
+            self._listed = time.monotonic(), changed, known
+        return known
 
     def get(self, name: str) -> FollowedRun:
         """Return a run. UnknownRun; DataError if a link in it leads out of the folder."""
