@@ -289,6 +289,7 @@ def test_a_step_and_the_end_of_a_run_are_news(tmp_path, monkeypatch):
 
 def test_a_run_that_is_removed_while_it_is_watched(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.05)
+    monkeypatch.setattr("tilth.ui.web.app.SECONDS", 0.0)
     with made.running(tmp_path):
         pass
     client = client_of(tmp_path)[0]
@@ -296,6 +297,17 @@ def test_a_run_that_is_removed_while_it_is_watched(tmp_path, monkeypatch):
     _, gone = news_of(tmp_path, "live", lambda: shutil.rmtree(tmp_path / "live"), 2)
     assert "live" in gone["gone"]
     page_of(client, "/runs/live", 404)
+
+
+def test_pages_that_ask_for_the_same_at_once_share_an_answer(folder, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.app.SECONDS", 60.0)
+    asked = []
+    monkeypatch.setattr("tilth.ui.web.app.marks_of", lambda run, axis: asked.append(axis) or [])
+    client = client_of(folder)[0]
+    first, second = (client.get("/curves.json?run=ranks&metric=loss") for _ in range(2))
+    assert first.json() == second.json() and asked == ["step"]
+    client.get("/curves.json?run=ranks&metric=loss&x=tokens")
+    assert asked == ["step", "tokens"]
 
 
 # ---- who may ask ----

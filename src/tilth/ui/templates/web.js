@@ -79,16 +79,30 @@ const draw = async figure => {
   }
   figure.dataset.drawn = '1';
 };
-const grow = async figure => {
-  const box = figure.closest('.plots'), canvas = figure.querySelector('.canvas'), data = canvas.data;
-  const newest = Math.max(-1, ...data.map(line => line.x.length ? line.x[line.x.length - 1] : -1));
-  const found = await json(address(box, JSON.parse(figure.dataset.metrics), newest));
-  const long = data.some(line => line.x.length > 2400);
-  if (long || file(found) !== figure.dataset.file || found.lines.length !== data.length) return draw(figure);
-  const grown = found.lines.map((line, place) => [place, line]).filter(([, line]) => line.x.length);
-  if (!grown.length) return;
-  const of = name => grown.map(([, line]) => line[name]);
-  await (await plotly()).extendTraces(canvas, {x: of('x'), y: of('y'), customdata: of('step')}, grown.map(([i]) => i));
+const newest = figure => Math.max(-1, ...figure.querySelector('.canvas').data.map(line => line.x.at(-1) ?? -1));
+// One request brings what is new in all charts that are seen.
+const grow = async figures => {
+  if (!figures.length) return;
+  const of = figure => JSON.parse(figure.dataset.metrics), box = figures[0].closest('.plots');
+  const metrics = [...new Set(figures.flatMap(of))].slice(0, 24), since = Math.min(...figures.map(newest));
+  const found = await json(address(box, metrics, since));
+  for (const figure of figures) {
+    const canvas = figure.querySelector('.canvas'), from = newest(figure);
+    const lines = found.lines.filter(line => of(figure).includes(line.metric)).map(line => {
+      const kept = line.x.findIndex(place => place > from);
+      const cut = values => kept < 0 ? [] : values.slice(kept);
+      return {x: cut(line.x), y: cut(line.y), customdata: cut(line.step)};
+    });
+    const long = canvas.data.some(line => line.x.length > 2400);
+    if (long || file(found) !== figure.dataset.file || lines.length !== canvas.data.length) {
+      await draw(figure);
+      continue;
+    }
+    const grown = lines.map((line, place) => [place, line]).filter(([, line]) => line.x.length);
+    const all = name => grown.map(([, line]) => line[name]);
+    if (grown.length) await window.Plotly.extendTraces(
+      canvas, {x: all('x'), y: all('y'), customdata: all('customdata')}, grown.map(([place]) => place));
+  }
 };
 
 // Arrows move along the axis, + and - zoom, 0 shows everything, Enter opens the samples of the newest step.
@@ -177,14 +191,19 @@ const redraw = async () => {
     for (const one of all('input', fresh)) if (chosen.includes(one.value)) one.checked = true;
   }
 };
-let busy = false, again = false;
+const unread = () => document.querySelector('[data-unread]:not([data-unread="0"])');
+const health = () => document.getElementById('health') && document.querySelector('#head .state.running');
+let busy = false, again = false, drawn = performance.now(), later = null;
 const update = async () => {
   if (busy) { again = true; return; }
   busy = true;
-  const began = performance.now();
+  const began = performance.now(), wait = drawn + (unread() || health() ? 700 : 5000) - began;
   try {
-    if (all('[data-live]').length > all('#head').length) await redraw();
-    for (const figure of all('figure.plotted[data-drawn]')) if (figure.dataset.seen) await grow(figure);
+    await grow(all('figure.plotted[data-drawn]').filter(figure => figure.dataset.seen));
+    if (wait <= 0 && all('[data-live]').length > all('#head').length) {
+      drawn = began;
+      await redraw();
+    } else if (!later) later = setTimeout(() => { later = null; update(); }, wait + 50);
   } catch (error) { /* the server has gone: the stream says so, and comes back with it */ }
   setTimeout(() => {
     busy = false;
@@ -196,7 +215,7 @@ const listen = () => {
   if (document.hidden || stream) return;
   const asked = run ? '?run=' + encodeURIComponent(run) : '';
   stream = new EventSource('/events' + asked);
-  let first = !run && !document.querySelector('[data-unread]:not([data-unread="0"])');
+  let first = !run && !unread();
   stream.addEventListener('news', event => {
     const news = JSON.parse(event.data), head = document.getElementById('head');
     if (news.gone) {
@@ -216,9 +235,8 @@ document.addEventListener('visibilitychange', () => document.hidden ? quiet() : 
 addEventListener('pagehide', quiet);
 addEventListener('pageshow', listen);
 listen();
-const health = () => document.getElementById('health') && document.querySelector('#head .state.running');
 setInterval(() => { if (!document.hidden && health()) update(); }, 2000);
-if (document.querySelector('[data-unread]:not([data-unread="0"])')) setTimeout(update, 700);
+if (unread()) setTimeout(update, 750);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
   for (const figure of all('figure.plotted[data-drawn]')) guarded(draw, figure);
   for (const figure of all('.lanes-plot')) guarded(one => lanes(one, one.dataset.step), figure);

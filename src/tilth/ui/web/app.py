@@ -1,9 +1,11 @@
 """Web server of ``tilth ui``: routes, and who may ask. No route changes a file or a run."""
 
+import asyncio
 import hashlib
 import hmac
 import math
 import secrets
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -29,6 +31,9 @@ from tilth.ui.web.views import TOKENS, RunList, group_page, head, lines_of, mark
 
 BODY = 1 << 16
 """Most bytes of a request's body; no route reads one."""
+SHARED = ("/runs/", "/curves.json")
+"""Beginnings of paths whose answers pages share that ask for the same within ``SECONDS``; ``KEPT`` are kept."""
+SECONDS, KEPT = 0.5, 16
 COOKIE = "tilth"
 ENTER = "/enter"
 """Path of the address that is good for one visit and leaves a cookie."""
@@ -84,6 +89,8 @@ class GuardedPages:
 
     def __init__(self, app: Any, visit: OneVisit) -> None:
         self._app, self._visit = app, visit
+        self._answers: dict[Any, tuple[float, list[MutableMapping[str, Any]]]] = {}
+        self._locks: dict[Any, asyncio.Lock] = {}
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -98,8 +105,33 @@ class GuardedPages:
 
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         refused = self._refused(scope, headers)
-        app = self._app if refused is None else HTMLResponse(_page(refused.message, refused.status), refused.status)
-        await app(scope, receive, sent)
+        if refused is not None:
+            await HTMLResponse(_page(refused.message, refused.status), refused.status)(scope, receive, sent)
+        elif scope["path"].startswith(SHARED):
+            await self._shared(scope, receive, sent)
+        else:
+            await self._app(scope, receive, sent)
+
+    async def _shared(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Send the answer that another page has just had, or make it for both."""
+        key = scope["path"], scope["query_string"]
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            made, answer = self._answers.pop(key, (0.0, []))
+            if time.monotonic() - made > SECONDS:
+                answer, made = [], time.monotonic()
+
+                async def kept(message: MutableMapping[str, Any]) -> None:
+                    answer.append(message)
+
+                await self._app(scope, receive, kept)
+            self._answers[key] = made, answer
+            for old in [*self._answers][:-KEPT]:
+                del self._answers[old]
+        if not lock.locked():
+            self._locks.pop(key, None)
+        for message in answer:
+            await send(message)
 
     def _refused(self, scope: Scope, headers: dict[str, bytes]) -> Refusal | None:
         if scope["method"] not in ("GET", "HEAD"):

@@ -1,0 +1,163 @@
+"""The pages in headless Chromium: charts are drawn, nothing leaves the machine, no error in the console."""
+
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.patience import patience
+from tests.ui.web import runs as made
+from tests.ui.web.runs import folder_of_runs
+from tilth.ui.web.app import PageServer
+
+api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)"),
+]
+
+
+@contextmanager
+def served(folder, token=""):
+    server = PageServer(folder, "127.0.0.1", 0, token)
+    thread = threading.Thread(target=server.run_here, daemon=True)
+    thread.start()
+    try:
+        yield server.address
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folder_of_runs(tmp_path_factory.mktemp("browser") / "runs")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@contextmanager
+def tab(browser, **options):
+    """A page that must neither ask another machine nor log an error."""
+    context = browser.new_context(**options)
+    page, wrong, asked = context.new_page(), [], []
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: asked.append(urlsplit(request.url).hostname))
+    page.set_default_timeout(1000 * patience(20))
+    yield page
+    context.close()
+    assert wrong == [] and {*asked} <= {"127.0.0.1", None, ""}
+
+
+def until(page, expression):
+    """Wait until an expression is true. Playwright's own way needs eval, which the page's policy forbids."""
+    late = time.monotonic() + patience(20)
+    while not page.evaluate(expression):
+        assert time.monotonic() < late, expression
+        page.wait_for_timeout(50)
+
+
+PATHS = {
+    "": "table tbody tr", "runs/sums-a-001": "figure.plotted .main-svg",
+    "runs/sums-a-001/trajectories": "table.samples",
+    "runs/agents/group?step=1&group=7": ".text span", "runs/ranks/time": ".lanes-plot .main-svg",
+    "runs/ranks/health": "table.heat", "compare?run=sums-a-001&run=agents": "figure.plotted .main-svg",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("looks", [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}}])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_view_is_drawn(browser, folder, path, looks):
+    with served(folder) as address, tab(browser, **looks) as page:
+        page.goto(address + path)
+        page.locator(PATHS[path].replace(".main-svg", ".canvas")).first.scroll_into_view_if_needed()
+        page.wait_for_selector(PATHS[path])
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it is wider than the window"
+
+
+def test_a_curve_grows_within_three_seconds_of_a_commit(browser, tmp_path):
+    with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
+        page.goto(address + "runs/live")
+        page.wait_for_selector("figure.plotted .main-svg")
+        page.wait_for_timeout(1500)
+        count = "document.querySelector('figure.plotted .canvas').data[0].x.length"
+        assert page.evaluate(count) == 1
+        run.commit_step({"step": 2, "phase": "grpo", "reward/mean": 0.7, "loss": 0.5, "tokens/trained": 100.0})
+        began = time.monotonic()
+        until(page, f"{count} === 2")
+        assert time.monotonic() - began < patience(3)
+        assert "step 2" in page.inner_text("#head")
+        run.end("finished")
+        page.wait_for_selector("#head .state.finished")
+
+
+def test_a_run_that_is_killed_while_it_is_watched(browser, tmp_path):
+    with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
+        page.goto(address + "runs/live")
+        page.wait_for_selector("#head .state.running")
+        run.update(pid=1, pid_started=0.0)  # as of a process that has ended
+        page.wait_for_selector("#head .state.interrupted")
+
+
+def test_a_click_on_a_point_leads_to_the_samples_of_its_step(browser, folder):
+    with served(folder) as address, tab(browser) as page:
+        page.goto(address + "runs/sums-a-001?q=reward/mean")
+        page.wait_for_selector("figure.plotted .main-svg")
+        box = page.locator("figure.plotted .nsewdrag").bounding_box()
+        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + box["height"] / 2)
+        page.wait_for_timeout(200)
+        page.mouse.click(box["x"] + box["width"] - 3, box["y"] + box["height"] / 2)
+        page.wait_for_url("**/trajectories?steps=16")
+
+
+def test_the_keyboard_is_enough(browser, folder):
+    with served(folder) as address, tab(browser) as page:
+        page.goto(address)
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        page.locator("a", has_text="sums-a-001").first.focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector("figure.plotted .main-svg")
+        canvas = page.locator("figure.plotted .canvas").first
+        canvas.focus()
+        page.keyboard.press("+")
+        low, high = canvas.evaluate("one => one.layout.xaxis.range")
+        page.keyboard.press("0")
+        until(page, "document.querySelector('figure.plotted .canvas').layout.xaxis.autorange")
+        assert high - low < canvas.evaluate("one => one.layout.xaxis.range[1] - one.layout.xaxis.range[0]")
+
+
+def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, folder):
+    with served(folder) as address, tab(browser) as page:
+        page.goto(address + "runs/ranks/time")
+        page.wait_for_selector(".lanes-plot .main-svg")
+        with page.expect_request(lambda request: "begin=0.5" in request.url):
+            page.evaluate(
+                "Plotly.relayout(document.querySelector('.lanes-plot .canvas'), {'xaxis.range': [0.5, 0.75]})"
+            )
+
+
+def test_a_token_by_the_printed_address(browser, folder):
+    with served(folder, token="a secret") as address, tab(browser) as page:
+        page.goto(address)
+        page.wait_for_selector("table tbody tr")
+        assert page.url.endswith("/") and "key" not in page.url
+
+
+def test_without_the_script_every_view_has_its_tables(browser, folder):
+    with served(folder) as address, tab(browser, java_script_enabled=False) as page:
+        for path in PATHS:
+            page.goto(address + path)
+            assert page.locator("table, .text, .plots").count()
