@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from os import SCHED_RR
 from pathlib import Path
 from typing import Any
 
@@ -251,14 +250,13 @@ def measured(contender: str, sources: Sources, ranks: int, **more: Any) -> Figur
     return Figures(row, [[pair for one in own for pair in one] for own in seen])
 
 
-def first_batch(contender: str, sources: Sources, ranks: int, policy: int | None = None, **more: Any) -> float | None:
-    """Return the seconds to the first batch. policy: of scheduling the ranks; None if that is not permitted."""
+def first_batch(contender: str, sources: Sources, ranks: int, *, alone: bool = False, **more: Any) -> float | None:
+    """Return the seconds to the first batch. alone: before all other work of the machine; None if not permitted."""
     with started(contender, sources, ranks, steps=1, **more) as made:
         made.hear()
         try:
-            if policy is not None:
-                for process in made.processes:
-                    os.sched_setscheduler(process.pid, policy, os.sched_param(1))
+            for process in made.processes if alone else ():
+                os.sched_setscheduler(process.pid, os.SCHED_RR, os.sched_param(1))
         except PermissionError:
             return None
         made.tell()
@@ -283,7 +281,7 @@ def compared(
     for name in contenders:
         cold = first_batch(name, sources, ranks)
         figures[name] = measured(name, sources, ranks, kept=True, limit_mb=limit)
-        quiet = first_batch(name, sources, ranks, SCHED_RR, kept=True, limit_mb=limit)
+        quiet = first_batch(name, sources, ranks, alone=True, kept=True, limit_mb=limit)
         firsts[name] = {"first_cold_s": cold, "first_alone_s": quiet}
     equal(figures, sources)
     size = sum(Path(file).stat().st_size for file in sources.files) / 1e6

@@ -149,8 +149,8 @@ def sequence_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray
         return np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
     most = max(lengths, default=0)
     if len(some) < len(prompts) and most > recipe.train.micro_tokens:
-        whole = check(prompts, template, context)  # all ranks may be too few for it, and the run refuses that
-        lengths += [whole] * (whole > most)
+        exact = check(prompts, template, context)  # all ranks may be too few for it, and the run refuses that
+        lengths += [exact] * (exact > most)
     return np.array(lengths, np.int64) if lengths else None
 
 
