@@ -7,7 +7,7 @@ says and holds it back until its steps are over.
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +15,10 @@ from async_lengths import length_of
 
 import tilth
 from tilth.core.trajectory import Trajectory
+from tilth.engines import engine
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
-from tilth.engines.request import Request, SamplingParams, SequenceState
+from tilth.engines.request import Progress, Request, SamplingParams, SequenceState
 from tilth.models.config import DecoderConfig
 
 
@@ -41,6 +42,15 @@ class Paced(Engine):
     def abort(self, trajectory: int) -> Trajectory:
         return self._flying.pop(trajectory).finish("aborted", self.tokenizer)
 
+    def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
+        found = dict[int, Progress]()
+        for i, row in ((i, self._flying[i]) for i in seen if i in self._flying):
+            begin = len(row.request.prompt) + seen[i]
+            if begin < len(row.tokens):
+                drawn = row.tokens[begin:].copy(), row.logprobs[begin:].copy()
+                found[i] = Progress(*drawn, versions=[*row.versions])
+        return found
+
     def poll(self) -> list[Trajectory]:
         began, rows = time.perf_counter(), list(self._flying.values())[: self._most]
         for row in rows:
@@ -52,6 +62,15 @@ class Paced(Engine):
         pace = max(self._least, self._each * len(rows))
         time.sleep(max(0.0, began + pace - time.perf_counter()))
         return done
+
+
+def pace_native(pace: Mapping[str, float]) -> None:
+    """Let the native engine, which takes weights from a relay, be a paced one in this process."""
+
+    def made(config: DecoderConfig, options: EngineOptions) -> Paced:
+        return Paced(config, replace(options, arguments=pace))
+
+    engine.Engine = made  # type: ignore[assignment, misc]
 
 
 def _cut(trajectory: int, params: SamplingParams) -> SamplingParams:

@@ -1,6 +1,6 @@
 """Samples that a run consumes per minute, synchronous and with experience that is behind.
 
-    python benchmarks/async_rl.py [--quick] [--json PATH] [--replicas N] [--seeds N]
+    python benchmarks/async_rl.py [--quick] [--json PATH] [--replicas N] [--seeds N] [--tails]
 
 ``paced``: a trainer and N replicas in processes of their own. The trainer is real; a decode step of a replica only
 sleeps, max(t0, c b) seconds for b sequences (``async_engine.py``), and lengths have p99/p50 = 10. ``plain``: one
@@ -8,6 +8,9 @@ trainer and one replica, nothing emulated, on the cores that are here. Every con
 their lengths are compared before a ratio is made; the first steps, which also start the engines, are not timed. The
 paced contenders are simulated too (``tilth_studies.asynchrony``), with the same lengths, pace and rounds, and with the
 trainer's own seconds of a step as they were measured: a step's less those in which it waited for samples.
+
+``--tails``, in place of these: paced replicas that take weights from a relay, with and without moves of their last
+samples (``rollout.repack``), for both ways of ``rollout.inflight``.
 """
 
 import statistics
@@ -24,15 +27,25 @@ from work import same_work
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
 from tilth.data.trajectories import read_trajectories
+from tilth.flows import replicas as flows_replicas
 from tilth.plan.repack import ReplicaLimits
 from tilth.roles.rollout import LIMITS
 from tilth.runs.readers import read_metrics
 
 CONTENDERS: dict[str, Any] = {"sync": 0, "one_step": 1, "k4": 4, "free": "free"}
+TAILS: dict[str, dict[str, Any]] = {
+    "update": {},
+    "update_repack": {"repack": True},
+    "finish": {"inflight": "finish"},
+    "finish_repack": {"inflight": "finish", "repack": True},
+}
+"""Keys of ``rollout`` of ``--tails``, all with ``staleness = "free"``."""
 PACE, QUICK = {"t0": 0.05, "c": 0.001}, {"t0": 0.01, "c": 0.0002}
 BUFFER = 4
 """Steps of samples in the books of "free"."""
 PROMPTS, GROUP, LONGEST = 16, 4, 224
+PLANS = 0.5
+"""Seconds between two plans of moves of ``--tails``, whose answers take 11 s at most; the run's own are 5 s apart."""
 UNTIMED = 2
 """Steps before the clock begins."""
 
@@ -42,17 +55,30 @@ def score(prompt: str, completion: str, info: dict[str, Any]) -> float:
     return float(len(completion) % 3)
 
 
-def recipe(folder: str, staleness: Any, replicas: int, steps: int, seed: int, pace: dict[str, float] | None) -> Any:
-    """One contender. pace: None: of the native engine."""
-    paced = pace is not None
+def recipe(
+    folder: str,
+    staleness: Any,
+    replicas: int,
+    steps: int,
+    seed: int,
+    pace: dict[str, float] | None,
+    tails: dict[str, Any] | None = None,
+) -> Any:
+    """One contender. pace: None: of the native engine; tails: of ``TAILS``, else None."""
+    paced, plugin = pace is not None, Path(__file__).with_name("async_engine.py")
     pools = {"train": 1, "rollout": replicas if paced else 1}
     rollout = {"pool": "rollout", "prompts": PROMPTS, "group": GROUP, "max_tokens": LONGEST if paced else 32}
-    rollout |= {"engine": "paced", "options": pace} if paced else {}
+    if tails is not None:
+        plugin = Path(folder) / "pace.py"
+        plugin.write_text(f"from async_engine import pace_native\n\npace_native({pace})\n")
+        rollout |= tails
+    elif paced:
+        rollout |= {"engine": "paced", "options": pace}
     rollout |= {"buffer": BUFFER} if staleness == "free" else {}
     return from_dict(
         {
             "seed": seed,
-            "plugins": [str(Path(__file__).with_name("async_engine.py"))] if paced else [],
+            "plugins": [str(plugin)] if paced else [],
             "model": {"hidden": 32, "layers": 2, "heads": 2, "context": LONGEST + 16 if paced else 48},
             "data": {"source": "addition", "digits": 2, "holdout": 0.05},
             "supervised": {"steps": 0},
@@ -70,13 +96,14 @@ def recipe(folder: str, staleness: Any, replicas: int, steps: int, seed: int, pa
 def raced(name: str, asked: Namespace, seed: int, *, paced: bool) -> tuple[dict[str, Any], dict[int, int]]:
     """Figures of one contender, and the length of each sample."""
     steps, pace = (5, QUICK) if asked.quick else (20, PACE)
+    staleness, tails = CONTENDERS.get(name, "free"), TAILS.get(name)
     with tempfile.TemporaryDirectory() as folder:
-        made = recipe(folder, CONTENDERS[name], asked.replicas, steps, seed, pace if paced else None)
+        made = recipe(folder, staleness, asked.replicas, steps, seed, pace if paced else None, tails)
         result = run_recipe(made, name=name, reward=score)
         records, rows = read_metrics(result.directory), read_trajectories(result.directory).to_pylist()
     timed, first = records[UNTIMED:], records[UNTIMED - 1]
     seconds, samples = timed[-1]["seconds"] - first["seconds"], sum(r["samples"] for r in timed)
-    behind = CONTENDERS[name] != 0
+    behind = staleness != 0
     waits = "fully_async/trainer/idle_seconds" if behind else "time/generate"
     own = (seconds - sum(record[waits] for record in timed)) / len(timed)
     found = {"part": "paced" if paced else "plain", "contender": name, "seed": seed, "samples": samples}
@@ -86,7 +113,9 @@ def raced(name: str, asked: Namespace, seed: int, *, paced: bool) -> tuple[dict[
     found |= {"replica_idle_share": mean(timed, "fully_async/rollouter/idle_ratio") if behind else None}
     found |= {"staleness_mean": mean(timed, "staleness/mean") if behind else 0.0}
     found |= {"publish_seconds": mean(timed, "time/publish"), "trainer_seconds": round(own, 3)}
-    if paced:
+    if tails is not None:
+        found |= {"moved": sum(record["samples/moved"] for record in records)}
+    elif paced:
         rate = simulated(name, asked.replicas, steps, own, pace)
         found |= {"simulated_samples_per_minute": round(rate, 1)}
         found |= {"simulated_over_measured": round(rate / found["samples_per_minute"], 3)}
@@ -116,6 +145,7 @@ def mean(records: list[dict[str, Any]], name: str) -> float:
 def race(asked: Namespace, seed: int, *, paced: bool) -> list[dict[str, Any]]:
     """All contenders on one seed; each has consumed the same samples."""
     names = ["sync", "one_step", "free"] if asked.quick else list(CONTENDERS)
+    names = list(TAILS) if asked.tails else names
     found = {name: raced(name, asked, seed, paced=paced) for name in (names if paced else names[:2])}
     rows, lengths = zip(*found.values())
     same_work({name: {"samples": len(one)} for name, one in zip(found, lengths)})
@@ -124,7 +154,7 @@ def race(asked: Namespace, seed: int, *, paced: bool) -> list[dict[str, Any]]:
         same_work({name: {"tokens": sum(one.values())} for name, one in zip(found, lengths)})
         assert all(one == {i: min(length_of(i), LONGEST) for i in one} for one in lengths), "lengths are not as given"
     for row in rows:
-        row["over_sync"] = round(row["samples_per_minute"] / rows[0]["samples_per_minute"], 3)
+        row["over_first"] = round(row["samples_per_minute"] / rows[0]["samples_per_minute"], 3)
     return list(rows)
 
 
@@ -133,15 +163,19 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "5 steps, three contenders, a faster pace")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--tails", action="store_true")
     asked = parser.parse_args()
-    rows = [row for seed in range(asked.seeds) for row in race(asked, seed, paced=True)]
-    rows += [row for seed in range(asked.seeds) for row in race(asked, seed, paced=False)]
+    if asked.tails:
+        flows_replicas.PERIOD = PLANS
+    parts = (True,) if asked.tails else (True, False)
+    rows = [row for paced in parts for seed in range(asked.seeds) for row in race(asked, seed, paced=paced)]
     for row in rows:
         print(
-            f"{row['part']:<6} {row['contender']:<9} seed {row['seed']}: {row['samples_per_minute']:>8.1f} samples/min,"
-            f" {row['over_sync']:.2f} of sync, trainer waits {row['trainer_waits_share']}, replicas idle "
+            f"{row['part']:<6} {row['contender']:<13} seed {row['seed']}: {row['samples_per_minute']:>8.1f} samples/min"
+            f", {row['over_first']:.2f} of the first, trainer waits {row['trainer_waits_share']}, replicas idle "
             f"{row['replica_idle_share']}, behind {row['staleness_mean']}, simulated "
-            f"{row.get('simulated_samples_per_minute')} ({row.get('simulated_over_measured')} of measured)"
+            f"{row.get('simulated_samples_per_minute')} ({row.get('simulated_over_measured')} of measured), moved "
+            f"{row.get('moved')}"
         )
     write_rows(asked.json, rows)
 
