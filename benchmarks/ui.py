@@ -165,7 +165,7 @@ print(json.dumps(took))
 
 
 def follow(address: str, stop: threading.Event) -> None:
-    """Be a page as its script is: read the stream of news, ask for new points after each, for the page now and then."""
+    """Be a page as its script is: read the stream of news with its points, ask for the page now and then."""
     metrics = "".join(f"&metric={name}" for name in ("loss", "reward/mean", "time/update", "time/score", "time/verify"))
     with httpx.Client(base_url=address, timeout=30) as client, suppress(httpx.HTTPError):
         seen, drawn = 0, time.monotonic()
@@ -175,8 +175,10 @@ def follow(address: str, stop: threading.Event) -> None:
                     return
                 if not line.startswith("data:"):
                     continue
-                client.get(f"/curves.json?run=live&x=step&smooth=0{metrics}&since={seen}")
-                seen = json.loads(line[5:]).get("step", seen)
+                news = json.loads(line[5:])
+                if news.get("points") is None:
+                    client.get(f"/curves.json?run=live&x=step&smooth=0{metrics}&since={seen}")
+                seen = news.get("step", seen)
                 if time.monotonic() - drawn > 5:
                     drawn = time.monotonic()
                     client.get("/runs/live")

@@ -282,6 +282,7 @@ def test_a_step_and_the_end_of_a_run_are_news(tmp_path, monkeypatch):
     with made.running(tmp_path) as run:
         first, second = news_of(tmp_path, "live", lambda: run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5}), 2)
         assert (first["step"], second["step"]) == (1, 2) and second["state"] == "running"
+        assert second["before"] == first["version"] and second["points"] == [read_metrics(run.path)[-1]]
         assert second["version"][1] > first["version"][1] and first["version"][0] == second["version"][0]
         _, ended = news_of(tmp_path, "live", lambda: run.end("finished"), 2)
         assert ended["state"] == "finished"

@@ -57,7 +57,8 @@ const marks = found => found.marks.map(mark => ({
 const notes = found => found.marks.map(mark => ({
   x: mark.x, yref: 'paper', y: 1, text: '▾', showarrow: false, hovertext: mark.text, font: {color: tint('clay')},
 }));
-const file = found => JSON.stringify(Object.values(found.versions).map(version => version[0]));
+const versions = found => JSON.stringify(Object.values(found.versions));
+const file = text => JSON.stringify(JSON.parse(text).map(version => version[0]));
 
 const draw = async figure => {
   const box = figure.closest('.plots'), canvas = figure.querySelector('.canvas');
@@ -67,7 +68,7 @@ const draw = async figure => {
   const shape = layout({title: {text: box.dataset.title, standoff: 4}}, y,
     {shapes: marks(found), annotations: notes(found), uirevision: 'kept'});
   await Plotly.react(canvas, traces(figure, found), shape, config);
-  figure.dataset.file = file(found);
+  figure.dataset.versions = versions(found);
   figure.dataset.points = found.lines.reduce((most, line) => Math.max(most, line.points), 0);
   if (!figure.dataset.drawn) {
     canvas.on('plotly_click', event => {
@@ -80,9 +81,27 @@ const draw = async figure => {
   figure.dataset.drawn = '1';
 };
 const newest = figure => Math.max(-1, ...figure.querySelector('.canvas').data.map(line => line.x.at(-1) ?? -1));
+// News have the points of steps as they are, so that most pages need not ask.
+const told = (figures, news) => {
+  const box = figures[0].closest('.plots').dataset, before = news && JSON.stringify([news.before]);
+  if (!news || !news.points || box.axis !== 'step' || Number(box.smooth)) return false;
+  const fits = figure => figure.dataset.versions === before &&
+    figure.querySelector('.canvas').data.length === JSON.parse(figure.dataset.metrics).length;
+  if (!figures.every(fits)) return false;
+  for (const figure of figures) {
+    const metrics = JSON.parse(figure.dataset.metrics);
+    const lines = metrics.map(name => news.points.filter(point => point[name] !== undefined));
+    const grown = [...metrics.keys()].filter(place => lines[place].length);
+    const steps = grown.map(place => lines[place].map(point => point.step));
+    const y = grown.map(place => lines[place].map(point => point[metrics[place]]));
+    if (grown.length) window.Plotly.extendTraces(figure.querySelector('.canvas'), {x: steps, y, customdata: steps}, grown);
+    figure.dataset.versions = JSON.stringify([news.version]);
+  }
+  return true;
+};
 // One request brings what is new in all charts that are seen.
-const grow = async figures => {
-  if (!figures.length) return;
+const grow = async (figures, news) => {
+  if (!figures.length || told(figures, news)) return;
   const of = figure => JSON.parse(figure.dataset.metrics), box = figures[0].closest('.plots');
   const metrics = [...new Set(figures.flatMap(of))].slice(0, 24), since = Math.min(...figures.map(newest));
   const found = await json(address(box, metrics, since));
@@ -94,7 +113,7 @@ const grow = async figures => {
       return {x: cut(line.x), y: cut(line.y), customdata: cut(line.step)};
     });
     const long = canvas.data.some(line => line.x.length > 2400);
-    if (long || file(found) !== figure.dataset.file || lines.length !== canvas.data.length) {
+    if (long || file(versions(found)) !== file(figure.dataset.versions) || lines.length !== canvas.data.length) {
       await draw(figure);
       continue;
     }
@@ -102,6 +121,7 @@ const grow = async figures => {
     const all = name => grown.map(([, line]) => line[name]);
     if (grown.length) await window.Plotly.extendTraces(
       canvas, {x: all('x'), y: all('y'), customdata: all('customdata')}, grown.map(([place]) => place));
+    figure.dataset.versions = versions(found);
   }
 };
 
@@ -194,12 +214,12 @@ const redraw = async () => {
 const unread = () => document.querySelector('[data-unread]:not([data-unread="0"])');
 const health = () => document.getElementById('health') && document.querySelector('#head .state.running');
 let busy = false, again = false, drawn = performance.now(), later = null;
-const update = async () => {
+const update = async news => {
   if (busy) { again = true; return; }
   busy = true;
   const began = performance.now(), wait = drawn + (unread() || health() ? 700 : 5000) - began;
   try {
-    await grow(all('figure.plotted[data-drawn]').filter(figure => figure.dataset.seen));
+    await grow(all('figure.plotted[data-drawn]').filter(figure => figure.dataset.seen), news);
     if (wait <= 0 && all('[data-live]').length > all('#head').length) {
       drawn = began;
       await redraw();
@@ -223,7 +243,7 @@ const listen = () => {
       return;
     }
     if (news.head && !head.contains(document.activeElement)) head.innerHTML = news.head;
-    if (!first) update();
+    if (!first) update(news);
     first = false;
   });
 };

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tilth.core.errors import DataError, TilthError
 from tilth.runs.readers import read_state, summarise
 from tilth.ui.top import Look, RunWatcher
@@ -155,6 +157,12 @@ class RunsFolder:
         return ""
 
 
+def _points(table: MetricTable, since: int) -> list[Record] | None:
+    """Return the steps after this one, which pages draw without asking again; None if they are many."""
+    rows = np.flatnonzero(table.column("step") > since) if len(table) else np.zeros(0, np.int64)
+    return [table.record(int(row)) for row in rows] if len(rows) <= RECENT else None
+
+
 class News:
     """Server-sent events about runs: one reader for each that is watched, whatever the number of pages."""
 
@@ -201,8 +209,10 @@ class News:
         doing, state, table = asdict(look.doing), look.state, run.table
         since = None if look.silent is None or not look.running else look.silent // SLOWLY
         mark = (table.version, doing, since, state["state"], len(look.recoveries), len(look.warnings), look.message)
-        if mark == before:
-            return mark, ""
+        if isinstance(before, tuple) and mark == before[:-1]:
+            return before, ""
         last = int(table.column("step")[-1]) if len(table) else 0
         news = {"step": last, "state": state["state"], "head": self._head(name, look), "version": list(table.version)}
-        return mark, json.dumps(news)
+        if isinstance(before, tuple):
+            news |= {"before": list(before[0]), "points": _points(table, before[-1])}
+        return (*mark, last), json.dumps(news)
