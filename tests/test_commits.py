@@ -10,18 +10,18 @@ FIRST = "791361e2a0"
 MOST = 72
 VERBS = set("""
 Abort Accept Add Align Allow Append Apply Assign Avoid Await Balance Batch Bound Build Cache Call Cancel Capture Check
-Choose Clip Close Collect Compare Compile Compute Configure Construct Copy Correct Count Cover Cut Deal Declare Decode
-Delete Deny Describe Detect Discard Display Divide Document Drain Draw Drive Drop Emit Encode End Enforce Escape
-Evaluate Exclude Expand Export Expose Extend Extract Fail Fill Find Fit Fix Flush Follow Fork Format Frame Freeze
-Gather Generate Give Grade Group Guard Halve Handle Hash Hide Hint Hold Implement Import Include Index Inline Install
-Isolate Join Journal Judge Keep Key Kill Learn Leave Limit List Load Lock Log Make Mark Mask Match Measure Merge Move
-Name Normalise Number Offer Omit Open Order Orthogonalise Overlap Pack Pad Parse Pass Pin Place Plan Play Plot Poll
-Predict Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank Read Rebuild Record Recover Reduce Refuse
-Reject Release Remove Rename Render Reorder Repeat Replace Replay Report Request Require Rerun Reset Resolve Restart
-Restore Retry Return Reuse Revert Rewrite Rotate Round Run Sample Save Scale Schedule Score Scrub Search Send Separate
-Serve Set Shard Share Show Shrink Shut Simplify Skip Sort Specify Split Start Stop Store Stream Strip Sum Support
-Survive Swap Sync Tell Test Time Tokenise Trace Train Transfer Translate Treat Trim Trust Try Tune Type Unify Update
-Upgrade Use Validate Verify Wait Wake Warm Warn Wrap Write
+Choose Clip Close Collect Compare Compile Compress Compute Configure Construct Copy Correct Count Cover Cut Deal
+Declare Decode Delete Deny Describe Detect Discard Display Divide Document Drain Draw Drive Drop Emit Encode End
+Enforce Escape Evaluate Exclude Expand Export Expose Extend Extract Fail Fill Find Fit Fix Flush Follow Fork Format
+Frame Freeze Gather Generate Give Grade Group Guard Halve Handle Hash Hide Hint Hold Implement Import Include Index
+Inline Install Isolate Join Journal Judge Keep Key Kill Learn Leave Limit List Load Lock Log Loosen Make Mark Mask
+Match Measure Merge Move Name Normalise Number Offer Omit Open Order Orthogonalise Overlap Pack Pad Parse Pass Pin
+Place Plan Play Plot Poll Predict Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank Read Rebuild
+Record Recover Reduce Refuse Reject Release Remove Rename Render Reorder Repeat Replace Replay Report Request Require
+Rerun Reset Resolve Restart Restore Retry Return Reuse Revert Rewrite Rotate Round Run Sample Save Scale Schedule Score
+Scrub Search Send Separate Serve Set Shard Share Show Shrink Shut Simplify Skip Sort Specify Split Start Stop Store
+Stream Strip Sum Support Survive Swap Sync Tell Test Time Tokenise Trace Train Transfer Translate Treat Trim Trust Try
+Tune Type Unify Update Upgrade Use Validate Verify Wait Wake Warm Warn Wrap Write
 """.split())  # fmt: skip
 
 

@@ -22,9 +22,8 @@ import numpy as np
 from tilth.core.errors import TilthError
 from tilth.engines.drafter import USUAL, Draft, Drafter, DraftError, Drawn
 from tilth.engines.stats import Stats
-from tilth.process.child import PipedChild
+from tilth.process.child import ChildPool, PipedChild, ready
 from tilth.process.frames import drain, frame, take_frames
-from tilth.process.pool import ChildPool, ready
 from tilth.process.restarts import RestartPolicy
 
 PATIENCE = 0.25
