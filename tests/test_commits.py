@@ -11,7 +11,7 @@ MOST = 72
 VERBS = set("""
 Abort Accept Add Align Allow Append Apply Assign Avoid Await Balance Batch Bound Build Cache Call Cancel Capture Check
 Choose Clip Close Collect Compare Compile Compress Compute Configure Construct Copy Correct Count Cover Cut Deal
-Declare Decode Delete Deny Describe Detect Discard Display Divide Document Drain Draw Drive Drop Emit Encode End
+Declare Decode Delete Deny Describe Detect Discard Display Divide Document Drain Draft Draw Drive Drop Emit Encode End
 Enforce Escape Evaluate Exclude Expand Export Expose Extend Extract Fail Fill Find Fit Fix Flush Follow Fork Format
 Frame Freeze Gather Generate Give Grade Group Guard Halve Handle Hash Hide Hint Hold Implement Import Include Index
 Inline Install Isolate Join Journal Judge Keep Key Kill Learn Leave Limit List Load Lock Log Loosen Make Mark Mask

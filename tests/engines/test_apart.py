@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tilth.process.pool import ready
 
 from tests.engines.reference import make_engine
 from tests.engines.test_engine import MODEL, REQUESTS
@@ -29,6 +28,7 @@ from tilth.engines.protocol import EngineError
 from tilth.engines.stats import Stats
 from tilth.engines.suffix import SuffixDrafter
 from tilth.parallel.dims import ParallelDims
+from tilth.process.child import ready
 from tilth.process.restarts import RestartPolicy
 
 DRAFT = DraftConfig(tokens=6, depth=4, apart=True)

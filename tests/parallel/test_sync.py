@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tilth.guard.checksums import compare
 
 from tests.config.test_plugins import forget
 from tests.errors import raises
@@ -17,6 +16,7 @@ from tilth.checkpoint import Commit, begin_save
 from tilth.config.axes import AXES
 from tilth.core.errors import CheckpointError, PluginError, ReplicaMismatch
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
+from tilth.guard.snapshots import compare
 from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import Piece, split

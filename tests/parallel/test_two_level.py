@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tilth.guard.checksums import compare
 
 from tests.parallel.layouts import Case, build, engine_of, weights
 from tests.parallel.test_comm import Operators
@@ -12,6 +11,7 @@ from tilth.config.axes import AXES
 from tilth.config.schema import CommConfig
 from tilth.core.layout import Mesh
 from tilth.core.random import stream
+from tilth.guard.snapshots import compare
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import EXACT, Piece
 from tilth.parallel.sharded import shard
