@@ -1,7 +1,6 @@
 """Copies between host and device: one for many arrays, for which the host waits at most once.
 
-A copy of pageable memory to a GPU waits until the device has done all that it was given, whatever ``non_blocking`` is:
-the host then runs behind the device instead of ahead of it.
+A copy of pageable memory to a GPU waits until the device has done all that it was given, whatever ``non_blocking`` is.
 """
 
 from collections.abc import Sequence
@@ -10,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNED = 16
-"""Bytes to whose multiples arrays are aligned, as vectorised kernels need it."""
+_ALIGNED = 16  # bytes, for vectorised kernels
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -108,7 +108,7 @@ class _Group:
     own: np.ndarray
 
 
-class _Packed(NamedTuple):
+class _Unpadded(NamedTuple):
     """Segments one after the other without padding; their queries are the tokens as they are."""
 
     seen: Tensor
@@ -165,7 +165,7 @@ class TreeContext:
         self._asked, self._slot, self._seen, self._images, self._first = to_device(tables, self.device)
 
     @cached_property
-    def _packed(self) -> _Packed:
+    def _unpadded(self) -> _Unpadded:
         s, keys = self._segments, self._segments.before + self._segments.own
         ends = [np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (s.own, keys)]
         start, trunk, before, begin = (np.repeat(x, keys) for x in (s.start, s.trunk, s.before, ends[1][:-1]))
@@ -173,7 +173,7 @@ class TreeContext:
         seen = np.where(place < before, trunk + place, start + place - before)
         tables = [seen, *_images(seen, np.ones(len(seen), bool), self._tokens), *ends]
         own, images, first, queries, others = to_device(tables, self.device)
-        return _Packed(own, images, first, (queries, others), (int(s.own.max()), int(keys.max())))
+        return _Unpadded(own, images, first, (queries, others), (int(s.own.max()), int(keys.max())))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
@@ -181,7 +181,7 @@ class TreeContext:
         if not self._tokens:
             return q.new_empty(*q.shape[:2], v.shape[2])
         if sinks is None and varlen_serves(q):
-            seen, images, first, ends, longest = self._packed
+            seen, images, first, ends, longest = self._unpadded
             k, v = (spread_rows(x, seen, images, first) for x in (k, v))
             return varlen_attention(q, k, v, ends, longest, window)
         if not self._groups:

@@ -9,8 +9,7 @@ CHUNK_ELEMENTS = 1 << 24
 CHUNK_ROWS = (256, 1024)
 """Default chunk of logits: 64 MiB in fp32, 256 to 1024 rows. The product that gives the weight's gradient sums over
 them: over 128 it takes four times as long as over 1024 (V 16,384)."""
-GPU_CHUNK_ELEMENTS = 1 << 28
-GPU_CHUNK_ROWS = (1024, 8192)
+GPU_CHUNK_ELEMENTS, GPU_CHUNK_ROWS = 1 << 28, (1024, 8192)
 """Chunk of a GPU, 1 GiB: each chunk reads and writes the whole gradient of the weight in fp32 (not measured)."""
 CACHED_ELEMENTS = 1 << 21
 """A part of a chunk: 8 MiB of fp32 logits."""

@@ -458,6 +458,6 @@ def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:
     r = recipe.rollout
     more = 5 if r.top_p < 1 and not r.top_k else int(bool(r.top_k or r.min_p or r.top_p < 1))
     first = min(asked.rows, max(1, CHOICE_ELEMENTS // vocab))
-    divides = r.temperature not in (0, 1) or (on_gpu(recipe) and r.compile)
-    decoding = round_up(asked.rows, ROWS) * (2 + on_gpu(recipe) + (more or divides))
+    scaled = more or r.temperature not in (0, 1) or (on_gpu(recipe) and r.compile)
+    decoding = round_up(asked.rows, ROWS) * (2 + on_gpu(recipe) + scaled)
     return max(decoding, asked.computed + first * (3 + more)) * vocab * FP32

@@ -52,8 +52,7 @@ class Packing:
             raise TokenCountError(
                 f"lengths add up to {total} tokens, but mask has the shape {tuple(mask.shape)}", key="mask.shape"
             )
-        if lengths.device != mask.device:  # checked on the host, where nothing need be waited for
-            (lengths,) = to_device([lengths.cpu().numpy()], mask.device)
+        lengths = lengths if lengths.device == mask.device else to_device([lengths.cpu().numpy()], mask.device)[0]
         return cls(lengths, mask if mask.dtype == torch.bool else mask != 0)
 
     def column(self, name: str, values: Tensor) -> Tensor:
