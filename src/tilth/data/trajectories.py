@@ -41,7 +41,7 @@ COLUMNS = pa.schema(
 )
 """All columns; a writer may leave out any but ``step`` and ``id``; missing ones are filled with null."""
 PART_BYTES = 64_000_000
-GROUP = 512
+GROUP = 4096
 """Rows of a row group: a reader of one step reads few others."""
 TRAJECTORIES = "trajectories"
 """Folder of a run with its trajectories."""

@@ -1,4 +1,4 @@
-"""Who may ask an HTTP server of this machine: tokens, names, pages of other sites; where it listens, how patiently."""
+"""Access to an HTTP server of this machine: its token, its names, pages of other sites, where and how it listens."""
 
 import errno
 import hmac

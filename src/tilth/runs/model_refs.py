@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,15 +156,6 @@ def lost(run: Path | None, root: Location) -> str:
 def all_lost(root: Location, saved: int) -> str:
     """Return the message for a run that has saved checkpoints up to this step, if none of them is found."""
     return f"there is no valid checkpoint in {root}, but this run saved one of step {saved} there: is its disk mounted?"
-
-
-def run_settings(run: Path) -> dict[str, Any]:
-    """Return the run's recipe as plain data, also one with keys that this version does not have."""
-    file = run / "recipe.toml"
-    try:
-        return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", key=file.name) from None
 
 
 @contextmanager

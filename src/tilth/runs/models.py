@@ -34,7 +34,8 @@ from tilth.models.peft import load_adapter
 from tilth.models.unread import Unread, block, shapes
 from tilth.plan.lora import adapter_shapes, blocks_of, has_adapters, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
-from tilth.runs.model_refs import EMA, Named, check_pinned, explained, find_checkpoint, run_settings
+from tilth.runs.model_refs import EMA, Named, check_pinned, explained, find_checkpoint
+from tilth.runs.readers import run_settings
 from tilth.runs.tensors import StoredTensors
 from tilth.runs.trust import check_trust, load_code
 

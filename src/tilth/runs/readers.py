@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -12,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, ModelError
 from tilth.core.lines import iterate_lines, read_lines
 from tilth.core.write_queue import settle
 from tilth.data.trajectories import read_trajectories, steps_of  # noqa: F401  (readers of a run too)
@@ -145,6 +146,15 @@ def ettr_curve(records: Sequence[Record], recoveries: Sequence[Record]) -> list[
         shares = {"ettr/whole": 1 - spent / wall, "ettr/hour": max(1 - late / min(wall, HOUR), 0.0)} if wall > 0 else {}
         found.append(record | shares if recoveries else record)
     return found
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """Return the run's recipe as plain data, also one with keys that this version does not have."""
+    file = run / "recipe.toml"
+    try:
+        return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", key=file.name) from None
 
 
 def checkpoints_of(run: str | Path) -> str:

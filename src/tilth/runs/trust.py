@@ -20,8 +20,7 @@ from tilth.core.errors import PluginError
 from tilth.data.formats import is_source
 from tilth.rewards.fingerprint import imports_of
 from tilth.rewards.verifiers import builtin
-from tilth.runs.model_refs import run_settings
-from tilth.runs.readers import read_state
+from tilth.runs.readers import read_state, run_settings
 
 TRUST = "TILTH_TRUST"
 """Variable by which ``--trust`` reaches the workers of a command."""

@@ -21,9 +21,18 @@ from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
 from tilth.core.errors import DataError
 from tilth.guard.health import read_health
-from tilth.runs.model_refs import run_settings
 from tilth.runs.progress import Doing, read_progress
-from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings, spread, supervised
+from tilth.runs.readers import (
+    ACCURACY,
+    REWARD,
+    ettr,
+    read_recoveries,
+    read_state,
+    read_warnings,
+    run_settings,
+    spread,
+    supervised,
+)
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 

@@ -38,7 +38,7 @@ class UnknownRun(DataError):
 
 
 class FollowedRun:
-    """What one run wrote, for all pages that show it."""
+    """Contents of one run, for all pages that show it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -95,6 +95,8 @@ def search(run: Path, wanted: Wanted) -> FoundRows:
     for number in {row["file"] for row in page}:
         ids = [row["id"] for row in page if row["file"] == number]
         texts |= {(row["step"], row["id"]): row for row in _texts(files[number], ids, notes)}
+    del whole, place, tables
+    pa.default_memory_pool().release_unused()
     return FoundRows([row | texts.get((row["step"], row["id"]), {}) for row in page], rows, notes)
 
 

@@ -181,7 +181,7 @@ def heat(run: Path) -> Row | None:
 # ---- what if ----
 
 
-class Replays:
+class ReplayProcesses:
     """``tilth trace whatif`` in a process of its own, one at a time; a replay of the same steps is made once."""
 
     def __init__(self) -> None:
