@@ -30,6 +30,8 @@ from tilth.ui.web.search import PAGE, Wanted, group_of, newest_step, search
 
 PATIENT = 0.4
 """Seconds that the list waits for runs that have not been read yet; they are read in a thread meanwhile."""
+LARGE = 4 << 20
+"""Bytes of metrics that the list does not wait for."""
 LISTED = 200
 """Most runs on one page of the list."""
 SPARK = (120.0, 24.0, 60)
@@ -89,16 +91,18 @@ class RunList:
     def _read(self, names: Sequence[str]) -> None:
         try:
             for name in names:
-                self._row(name, False)
+                self._row(name, False, whole=True)
         finally:
             self._reader.release()
 
-    def _row(self, name: str, late: bool) -> Row:
+    def _row(self, name: str, late: bool, *, whole: bool = False) -> Row:
+        """Return the row of a run, or what is known of it. whole: read a large run too."""
         try:
             run = self._runs.get(name)
         except DataError as error:
             return _broken(name, str(error))
-        mark = _mark(run.path)
+        mark, there = _mark(run.path), _stat(run.path / "metrics.jsonl")
+        late = late or (not whole and run.table.version[0] < 0 and there is not None and there.st_size > LARGE)
         known = self._rows.get(name)
         if known is not None and (known[0] == mark or late):
             return _aged(known[1], run.path)
