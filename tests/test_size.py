@@ -25,7 +25,7 @@ BUDGETS = {
     "launch": (5_270, 2_700),
     "serve": (6_210, 4_200),
     "analysis": (3_620, 3_000),
-    "ui cli api": (8_680, 6_100),
+    "ui cli api": (8_700, 6_100),
 }
 """Packages, or modules beside them -> (lines that they may have now, lines that they should have)."""
 

@@ -22,10 +22,10 @@ from tilth.runs.model_refs import (
     identity,
     reaching,
     root_of,
-    run_settings,
     split_spec,
 )
 from tilth.runs.models import load_model
+from tilth.runs.readers import run_settings
 
 
 @pytest.fixture

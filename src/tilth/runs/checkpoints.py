@@ -31,10 +31,9 @@ from tilth.runs.model_refs import (
     lost,
     reaching,
     root_of,
-    run_settings,
     split_spec,
 )
-from tilth.runs.readers import read_state
+from tilth.runs.readers import read_state, run_settings
 
 _DAMAGED_ANYWHERE = ("damaged", "replaced")
 _DAMAGED = (*_DAMAGED_ANYWHERE, "unfinished")
