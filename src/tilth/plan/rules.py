@@ -8,6 +8,7 @@ import re
 from functools import cache
 from typing import Literal, NamedTuple
 
+from tilth.config.axes import AXES, MODEL
 from tilth.core.errors import ModelError
 from tilth.core.layout import Placement, Replicate, Shard
 
@@ -87,8 +88,9 @@ def along_model(table: Table, name: str, copies: int, *, whole: bool = False) ->
     before they are summed.
     """
     experts: dict[str, Placement] = {"ep": Shard(0)} if rule_of(table, name).stacked else {}
+    own_rows = [axis.name for axis in AXES.values() if "rows" in axis.splits and {*MODEL} & {*axis.splits}]
     return {
-        **(dict.fromkeys(("fsdp", "ep"), Replicate()) if whole else {}),
+        **(dict.fromkeys(own_rows, Replicate()) if whole else {}),
         **experts,
         "tp": along_tp(table, name, copies),
     }
