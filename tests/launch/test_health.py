@@ -54,7 +54,8 @@ def test_a_run_tells_its_warnings_and_shows_its_workers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("limit", "value"), [(3.0, 20), (5.1, None), (float("inf"), None)])
 def test_a_limit_of_hangs_below_the_length_of_a_step_is_told_after_the_first_ones(limit, value):
     dispatch, said = SimpleNamespace(longest=(0.4, "policy.update"), hang_after=limit), []
-    run, one = SimpleNamespace(say=said.append), RunHealth(SimpleNamespace(backend=None, dispatch=dispatch), None)
+    cluster = SimpleNamespace(backend=None, dispatch=dispatch, compare_clocks=lambda: None)
+    run, one = SimpleNamespace(say=said.append), RunHealth(cluster, None)
     for step, seconds in enumerate([90.0, 4.0, 5.0, 5.0, 90.0, 90.0], 1):  # the first one compiles
         one.on_step_end(run, step, {"time/step": seconds})
         assert len(said) == (step >= MEASURED and value is not None)
@@ -65,7 +66,8 @@ def test_a_limit_of_hangs_below_the_length_of_a_step_is_told_after_the_first_one
 
 def test_a_limit_of_hangs_near_what_is_healthy_is_told_once():
     dispatch, said = SimpleNamespace(longest=(1.0, "policy.update"), hang_after=3.0), []
-    run, one = SimpleNamespace(say=said.append), RunHealth(SimpleNamespace(backend=None, dispatch=dispatch), None)
+    cluster = SimpleNamespace(backend=None, dispatch=dispatch, compare_clocks=lambda: None)
+    run, one = SimpleNamespace(say=said.append), RunHealth(cluster, None)
     one.on_step_end(run, 1, {})
     assert not said
     dispatch.longest = 2.0, "policy.update"
