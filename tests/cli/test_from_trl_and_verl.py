@@ -101,8 +101,8 @@ def test_names_of_theirs_in_any_form(typed, ours):
 
 @pytest.mark.parametrize(
     ("typed", "ours"),
-    [("rollout.grup=3", "rollout.group"), ("reward_model.pol=a", "reward_model.pool"), ("rollout.path=x", "rollout.draft.path"),
-     ("algorithm.temperature=1", "rollout.temperature")],
+    [("rollout.grup=3", "rollout.group"), ("reward_model.pol=a", "reward_model.pool"),
+     ("rollout.path=x", "rollout.draft.path"), ("algorithm.temperature=1", "rollout.temperature")],
 )  # fmt: skip
 def test_a_mistyped_key_of_ours_is_answered_as_such(typed, ours):
     message = answer(typed)

@@ -26,7 +26,7 @@ class Guesser:
     def __init__(self, completions, vocab):
         self.completions, self.vocab, self.rng, self.said = completions, vocab, np.random.default_rng(0), {}
 
-    def begin(self, row, prompt, completion):
+    def begin(self, row, prompt, completion, drawn):
         self.said[row] = len(completion)
 
     def propose(self, rows, budget, least):

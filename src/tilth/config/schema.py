@@ -253,9 +253,9 @@ class RolloutConfig(RoleSection):
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
     speculate: Literal["off", "suffix", "tree", "model"] = Field(
         "off",
-        description="compute several tokens of a completion in one pass where earlier completions of the prompt, its "
-        "group or its own text suggest them (tree: several of them), or a small model does (model); tokens stay those "
-        "of plain decoding, but only with train.parity has a resume the same bits",
+        description="compute several tokens of a completion in one pass, guessed from earlier completions of the prompt, "
+        "its group or its own text (tree: several guesses), or by a small model (model); tokens stay those of plain "
+        "decoding, but only with train.parity has a resume the same bits",
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
     run_ahead: bool = Field(
