@@ -15,12 +15,13 @@ from tests.models.tiny import FAMILIES, VOCAB, decoder
 from tilth.engines.branches import Branches
 from tilth.engines.cache import KVCache
 from tilth.engines.draft import Draft
+from tilth.engines.drafter import Drafter
 from tilth.engines.request import SamplingParams
 
 KINDS = [SamplingParams(40, temperature=0.8), SamplingParams(60, stop_tokens=(3,)), SamplingParams(30, temperature=0)]
 
 
-class Guesser:
+class Guesser(Drafter):
     """A drafter that knows what each row says, and hides it among other tokens."""
 
     def __init__(self, completions, vocab):

@@ -132,7 +132,7 @@ class Flight(RuleBasedStateMachine):
         if row.left < row.pause or not row.pause:
             tree = self.drafter._trees[row.prompt]
             context = last + said
-            assert check_follows(tree, texts, context, self.DEPTH, steps=3)[len(context) :] == draft
+            assert check_follows(tree, texts, context, self.DEPTH, steps=3)[len(context) :] == list(draft)
 
     @rule(number=st.integers(0, 99))
     def leave(self, number):

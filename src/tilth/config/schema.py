@@ -253,8 +253,8 @@ class RolloutConfig(RoleSection):
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
     speculate: Literal["off", "suffix", "tree", "model"] = Field(
         "off",
-        description="compute several tokens of a completion in one pass, guessed from earlier completions of the prompt, "
-        "its group or its own text (tree: several guesses), or by a small model (model); tokens stay those of plain "
+        description="compute several tokens of a completion in one pass, guessed from completions of the prompt, "
+        "its group or its own text (tree: several guesses), or by a model (model); tokens stay those of plain "
         "decoding, but only with train.parity has a resume the same bits",
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
