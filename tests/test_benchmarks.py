@@ -143,11 +143,15 @@ def test_the_quick_form_gives_rows(name, tmp_path):
 
 
 REPLACED = {
+    "async_engine.py": {"engine"},
+    "async_rl.py": {"flows_replicas"},
     "corruption.py": {"span", "self.learner.engine", "self.learner.sharded.gradients"},
+    "economy.py": {"comm"},
+    "strike.py": {"span"},
     "trace_overhead.py": {"span", "launch"},
 }
 """Script -> what of the package it changes: faults that it makes, each of which must be found; spans, which have no
-switch, in the steps that it counts none in."""
+switch, in the steps that it counts none in; a period of plans and a meter of bytes that work for all contenders."""
 ALONE = {"async_reward.py", "gpu.py", "memory.py"}
 """Ratios of times to one reward, of what others computed, and of a prediction to what was measured."""
 

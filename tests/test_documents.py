@@ -435,6 +435,7 @@ PYTHON = {
     "# novelty.py": a_role,
     "# seeing.py": what_it_declares,
     "# mirror.py": what_it_declares,
+    "# ternary.py": what_it_declares,
     "# second_chance.py": what_it_declares,
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,

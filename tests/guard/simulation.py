@@ -594,7 +594,8 @@ def simulate(seed: int, scratch: Path, world: World | None = None) -> World:
             return action
 
     clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
-    condition = SimpleNamespace(RLock=nullcontext, Condition=lambda lock: Waiting(world), local=threading.local)
+    locks = {"RLock": nullcontext, "Lock": nullcontext, "Condition": lambda lock: Waiting(world)}
+    condition = SimpleNamespace(**locks, local=threading.local)
     nothing = SimpleNamespace(conclude=lambda: None, start=lambda *given: None)
     stop = mock.MagicMock()
     patches = [

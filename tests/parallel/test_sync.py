@@ -19,7 +19,7 @@ from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.guard.snapshots import compare
 from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import Piece, split
+from tilth.parallel.reducer import GradientPiece, split
 from tilth.parallel.sharded import shard
 from tilth.parallel.sync import GIVEN, SUMS, Coder, CompressedReducer, by_rank
 from tilth.roles.state import Learner
@@ -137,7 +137,7 @@ def test_what_was_applied_and_what_is_left_is_what_was_given(pool, case, name, h
 def test_a_small_gradient_is_sent_in_time_by_feedback(feedback, learned, sent):
     """The greatest of two values travels: noise of no mean each step, so that the small one never would."""
     coder = Coder(made("topk"), 0, GIVEN, feedback=feedback)
-    coder.names, total, pieces = frozenset({"a"}), torch.zeros(2), [Piece("a", (slice(0, 2),), 2)]
+    coder.names, total, pieces = frozenset({"a"}), torch.zeros(2), [GradientPiece("a", (slice(0, 2),), 2)]
     coder.left |= {"a": torch.zeros(2)} if feedback else {}
     for number in range(200):
         coder.begin(number)

@@ -13,7 +13,7 @@ from tilth.core.layout import Mesh
 from tilth.core.random import stream
 from tilth.guard.snapshots import compare
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import EXACT, Piece
+from tilth.parallel.reducer import EXACT, GradientPiece
 from tilth.parallel.sharded import shard
 from tilth.parallel.two_level import BLOCK, TwoLevelReducer, TwoLevels, hadamard, reducer_of
 from tilth.roles.state import Learner
@@ -35,7 +35,8 @@ def summed(rank, ranks, node_size, smooth, kind, draws=1):
     reducer, group = TwoLevelReducer(TwoLevels(smooth=smooth), node_size=node_size), grid.group("dp")
     reducer._grid = grid
     reducer._within.names = reducer._across.names = frozenset({"a"})
-    pieces = [[Piece("a", (slice(0, COUNT),), COUNT), Piece("b", (slice(0, 3),), 3)] for _ in range(ranks)]
+    row = [GradientPiece("a", (slice(0, COUNT),), COUNT), GradientPiece("b", (slice(0, 3),), 3)]
+    pieces = [row for _ in range(ranks)]
     every = torch.stack([values(r, ranks, kind) for r in range(ranks)])
     found = []
     for number in range(draws):

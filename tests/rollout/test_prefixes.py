@@ -78,3 +78,9 @@ def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with raises(StorageError, "file"):
         PrefixPool(tmp_path / "file", 0).keep(1, [made(1)], 0)
+
+
+def test_a_file_of_an_older_version_is_refused_by_name(tmp_path):
+    np.savez(tmp_path / "step-000007-rank-0.npz", rows=np.zeros((1, 5), np.int64), tokens=np.zeros(3, np.int64))
+    with raises(DataError, "prefixes.version"):
+        PrefixPool(tmp_path, 0).take(7, [0])

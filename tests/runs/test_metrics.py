@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.errors import raises
-from tests.examples import examples
 from tilth.runs.metrics import KEYS, METRICS, MetricError, Metrics, declaration, resident, schema
 from tilth.trace import Total, recorder, span
 
@@ -73,31 +70,6 @@ def test_a_mean_of_nothing_is_left_out():
     metrics.add("reward/mean", 0.0, 0)
     metrics.add_sum("entropy", 0.0, 0)
     assert metrics.values() == {}
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 9)), min_size=1, max_size=30), st.data())
-def test_weighted_mean_does_not_depend_on_the_split_over_workers(rows, data):
-    whole, parts = Metrics(), [Metrics() for _ in range(3)]
-    for value, weight in rows:
-        whole.add("entropy", value, weight)
-        parts[data.draw(st.integers(0, 2))].add_sum("entropy", value * weight, weight)
-    for part in parts[1:]:
-        parts[0].merge(part)
-    values, weights = zip(*rows)
-    if sum(weights):
-        want = np.average(np.array(values, np.float64), weights=weights)
-        assert whole.values()["entropy"] == pytest.approx(want, abs=1e-9)
-    assert parts[0].values().get("entropy") == pytest.approx(whole.values().get("entropy"), abs=1e-9)
-
-
-def test_merging_keeps_maxima_and_sums():
-    a, b = Metrics(), Metrics()
-    for m, x in ((a, 3.0), (b, 5.0)):
-        m.add("mismatch/max", x)
-        m.add("tokens/trained", x)
-    a.merge(b)
-    assert a.values() == {"mismatch/max": 5.0, "tokens/trained": 8.0}
 
 
 def test_take_parts_and_numbers():

@@ -387,7 +387,7 @@ class RewardModelConfig(RoleSection):
 
 
 class CommConfig(Section):
-    """What ranks with the same parameters send to each other in a step."""
+    """Messages of a step between ranks with the same parameters."""
 
     gradients: Annotated[
         str, OneOf(lambda: ["exact", *COMPRESSORS], "compressor"), Fixed("what it left out waits for the next step")

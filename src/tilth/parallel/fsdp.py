@@ -22,7 +22,7 @@ from tilth.parallel.checksums import GivenSums
 from tilth.parallel.comm import Group, communication, is_fsdp
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division
-from tilth.parallel.reducer import GradientReducer, Piece, Pieces
+from tilth.parallel.reducer import GradientPiece, GradientReducer, Pieces
 
 
 def apply_fsdp(model: Decoder, grid: ParallelDims, zero: int, device: str) -> None:
@@ -74,13 +74,13 @@ class _ScatterModule(DefaultReduceScatter):
     def pieces(self, ranks: int, count: int) -> Pieces:
         """Return what torch puts in the rows of a buffer: parts of each gradient, filled up to equal numbers of rows.
         ModelError: it has other than ``count`` elements."""
-        found: list[list[Piece]] = [[] for _ in range(ranks)]
+        found: list[list[GradientPiece]] = [[] for _ in range(ranks)]
         for name, (rows, *inner) in self.own:
             most, width = -(-rows // ranks), math.prod(inner)
             for r, pieces in enumerate(found):
                 part = slice(min(rows, r * most), min(rows, (r + 1) * most))
                 number = part.stop - part.start
-                pieces += [Piece(name, (part,), number * width), Piece("", (), (most - number) * width)]
+                pieces += [GradientPiece(name, (part,), number * width), GradientPiece("", (), (most - number) * width)]
         if sum(piece.numel for pieces in found for piece in pieces) != count:
             message = f"{self.key}: a gradient is missing, and policy.comm.gradients compresses all; set it to exact"
             raise ModelError(message, key="policy.comm.gradients")

@@ -11,7 +11,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.plan.rules import Table
 
 
-class Piece(NamedTuple):
+class GradientPiece(NamedTuple):
     """Part of a tensor that this rank computes with, which one rank of a group sums or updates."""
 
     name: str
@@ -20,11 +20,11 @@ class Piece(NamedTuple):
     numel: int
 
 
-Pieces = Sequence[Sequence[Piece]]
+Pieces = Sequence[Sequence[GradientPiece]]
 """Of each rank of a group, in the order of its row."""
 
 
-def split(row: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[Tensor, Piece]]:
+def split(row: Tensor, pieces: Sequence[GradientPiece]) -> Iterator[tuple[Tensor, GradientPiece]]:
     """Return the part of a flat row that each piece has; those without a meaning are left out."""
     counts = [piece.numel for piece in pieces]
     parts = zip(row[: sum(counts)].split(counts), pieces) if counts else iter(())

@@ -22,7 +22,7 @@ from tilth.core.random import Stream, stream
 from tilth.parallel.comm import Group, all_gather, all_to_all, reduce_scatter
 from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import GradientReducer, Piece, Pieces, split
+from tilth.parallel.reducer import GradientPiece, GradientReducer, Pieces, split
 from tilth.plan.layout import copied_along
 from tilth.plan.rules import Table, rule_of
 
@@ -66,7 +66,7 @@ class Coder:
         self.left |= self._after if learned else {}
         self._after.clear()
 
-    def pack(self, row: Tensor, pieces: Sequence[Piece], owner: int, sender: int = 0) -> Tensor:
+    def pack(self, row: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> Tensor:
         """Return the code of a row [n] of pieces from one rank to another, and change the row to what it stands for."""
         found = [self._to_wire(row.sum()[None] * 0)]
         for part, piece in split(row, pieces):
@@ -87,7 +87,7 @@ class Coder:
             found.append(self._to_wire(code))
         return torch.cat(found)
 
-    def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[Piece], owner: int, sender: int = 0) -> None:
+    def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> None:
         """Add what a code stands for to a row [n]."""
         at = self._length(1, row.dtype)
         row += self._from_wire(code[:at], row.dtype)
@@ -100,22 +100,22 @@ class Coder:
             else:
                 part += self._from_wire(own, row.dtype)
 
-    def length(self, pieces: Sequence[Piece], dtype: torch.dtype) -> int:
+    def length(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> int:
         """Return the length of the code of a row."""
         return self._length(1, dtype) + sum(self._piece_length(piece, dtype) for piece in pieces if piece.name)
 
-    def _codes(self, piece: Piece) -> bool:
+    def _codes(self, piece: GradientPiece) -> bool:
         return piece.numel > 0 and piece.name in self.names
 
-    def _decoded(self, code: Tensor, piece: Piece, random: Stream) -> Tensor:
+    def _decoded(self, code: Tensor, piece: GradientPiece, random: Stream) -> Tensor:
         return self.compressor.decode(code, piece.numel, random) * self._form(piece.numel).factor
 
-    def _of(self, tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:
+    def _of(self, tensors: Mapping[str, Tensor], piece: GradientPiece) -> Tensor:
         """Return the part of a piece, of tensors that are whole or this part."""
         whole = tensors[piece.name]
         return whole if whole.numel() == piece.numel else whole[piece.slices]
 
-    def _random(self, piece: Piece, owner: int, sender: int) -> Stream:
+    def _random(self, piece: GradientPiece, owner: int, sender: int) -> Stream:
         """Return the random numbers of a sender for a piece in this step; those of codes that are summed are alike.
 
         They are equal along all other axes, where ranks with the same gradients must round alike."""
@@ -131,7 +131,7 @@ class Coder:
     def _length(self, count: int, dtype: torch.dtype) -> int:
         return count if self.compressor.summable else count * dtype.itemsize
 
-    def _piece_length(self, piece: Piece, dtype: torch.dtype) -> int:
+    def _piece_length(self, piece: GradientPiece, dtype: torch.dtype) -> int:
         if not self._codes(piece):
             return self._length(piece.numel, dtype)
         form = self._form(piece.numel)

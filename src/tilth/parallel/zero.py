@@ -14,7 +14,7 @@ from tilth.core.layout import Box, Layout
 from tilth.parallel.checksums import GivenSums, exact_sum
 from tilth.parallel.comm import Group
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import GradientReducer, Piece, split
+from tilth.parallel.reducer import GradientPiece, GradientReducer, split
 
 Kind = tuple[bool, tuple[str, ...]]
 """True for experts; axes of the ranks that divide an update."""
@@ -26,11 +26,11 @@ class Bucket(NamedTuple):
     kind: Kind
     names: Sequence[str]
     group: Group
-    pieces: list[list[Piece]]
+    pieces: list[list[GradientPiece]]
     """Of each rank of the group."""
 
     @property
-    def own(self) -> list[Piece]:
+    def own(self) -> list[GradientPiece]:
         """Pieces of this rank."""
         return self.pieces[self.group.rank()]
 
@@ -66,13 +66,13 @@ class GradientShards:
             assert group is not None  # several ranks
             self.buckets.append(Bucket(kind, names, group, [[*self._pieces(names, rank)] for rank in ranks]))
 
-    def _pieces(self, names: Sequence[str], rank: int) -> Iterator[Piece]:
+    def _pieces(self, names: Sequence[str], rank: int) -> Iterator[GradientPiece]:
         for layout, name in ((self.layouts[name], name) for name in names):
             if layout.mesh.has(rank):
                 slices: tuple[slice, ...] = (slice(0, 0),)
                 for box in layout.boxes(rank):  # at most one
                     slices = box.within(self._held[name].boxes(self.grid.rank)[0]).slices
-                yield Piece(name, slices, self._whole[name][slices].numel())
+                yield GradientPiece(name, slices, self._whole[name][slices].numel())
 
     def _sums(self, *, keep: bool) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield each bucket with the sum of this rank's row. keep: the gradients, else drop them."""

@@ -41,11 +41,17 @@ class PrefixPool:
         _drop(path for path, written in _files(self.folder) if written < oldest)
 
     def take(self, step: int, ids: Sequence[int]) -> dict[int, Trajectory]:
-        """Return these trajectories of the end of a step. DataError names the first one that is not there."""
+        """Return these trajectories of the end of a step. DataError names the first one that is not there, or a file
+        of an older version."""
         found = dict(self._known) if step == self._step else {}
         if any(i not in found for i in ids):
             for path in [path for path, written in _files(self.folder) if written == step]:
                 with np.load(path, allow_pickle=False) as file:
+                    if "tokens_lengths" not in file:
+                        message = (
+                            f"{path} is of an older version of Tilth, whose trajectories in flight this cannot"
+                        )
+                        raise DataError(f"{message} read; go on with that version", key="prefixes.version")
                     found |= {t.id: t for t in _unpacked(dict(file))}
         if missing := [i for i in ids if i not in found]:
             raise DataError(
