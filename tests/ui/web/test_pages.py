@@ -181,7 +181,16 @@ def test_turns_calls_and_rewards_of_an_episode(client):
     page = page_of(client, "/runs/agents/group?step=1&group=7")
     assert "how many <b>nuts</b>?" in "".join(page.text) and "tool, 1 tokens" in page.words
     assert "reward 0.25" in page.words and "format 0.5" in page.words and "missing" in page.words
-    assert "did not write" in page_of(client, "/runs/agents/group?step=1&group=7&by=advantage").words
+
+
+@pytest.mark.parametrize("by", ["advantage", "difference"])
+def test_a_colouring_that_the_run_did_not_write_falls_back_to_log_probs(client, by):
+    usual, page = (page_of(client, f"/runs/agents/group?step=1&group=7{given}") for given in ("", f"&by={by}"))
+    titles, wanted = ([a["title"] for n, a in one.seen if "token" in a.get("title", "")] for one in (page, usual))
+    assert titles == wanted and titles[0].startswith(COLOURINGS["logprob"])
+    links = [a["href"] for n, a in page.seen if "by=" in a.get("href", "")]
+    assert links and not [link for link in links if f"by={by}" in link]
+    assert f"did not write {COLOURINGS[by]}" in page.words and "probability" in page.words
 
 
 def test_text_of_models_is_text(tmp_path):

@@ -335,8 +335,10 @@ def group_page(run: FollowedRun, step: int, group: int | None, one: int | None, 
     if not rows:
         raise DataError(f"{run.path.name} has no such samples at step {step} on disk", key="step")
     known = [name for name in COLOURINGS if any(numbers(row, name) is not None for row in rows)]
-    shown = [row | {"shown": sample(row, pieces, most, by if by in known else "logprob")} for row in rows]
+    asked, by = by, by if by in known else next(iter(known), "logprob")
+    shown = [row | {"shown": sample(row, pieces, most, by)} for row in rows]
     return {
         "rows": shown, "prompt": prompt_of(rows[0], pieces, 20_000), "answer": rows[0].get("answer"), "by": by,
-        "known": known, "colourings": COLOURINGS, "label": COLOURINGS[by], "step": step, "group": group, "most": most,
+        "asked": asked, "known": known, "colourings": COLOURINGS, "label": COLOURINGS[by], "step": step, "group": group,
+        "most": most,
     }  # fmt: skip
