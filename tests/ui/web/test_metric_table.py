@@ -13,8 +13,10 @@ from tests.ui.web.runs import lines
 from tilth.runs.directory import RunDir
 from tilth.runs.metrics import KEYS
 from tilth.runs.readers import read_metrics, summarise
-from tilth.ui.web import metric_table
+from tilth.ui.web import follow, metric_table
+from tilth.ui.web.follow import FollowedRun
 from tilth.ui.web.metric_table import MetricTable
+from tilth.ui.web.views import points_of
 
 NAMES = ("loss", "reward/mean", "reward/heldout", "accuracy/heldout", "reward/heldout/low", "reward/heldout/high",
          "loss/heldout", "accuracy/pairs", "reward/heldout/part/x", "tokens_per_second/generate", "time/generate",
@@ -87,6 +89,26 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
     assert table.new()[1] is True and table.column("loss").tolist() == [7.0]
     path.unlink()
     assert table.new() == ([], True) and len(table) == 0
+
+
+def test_a_page_reads_whole_columns_while_another_reads_on(run, monkeypatch):
+    monkeypatch.setattr(follow, "FRESH", 0.0)
+    records = [{"step": step, "attempt": 1, "phase": "grpo", "loss": float(step)} for step in range(1, 601)]
+    lines(run / "metrics.jsonl", *records[:200])
+    followed, seen, convert = FollowedRun(run), [], metric_table._numbers
+    followed.refresh()
+
+    def between(values):
+        seen.append((followed.table.version, points_of(followed.table, "loss")[1].tolist()))
+        return convert(values)
+
+    monkeypatch.setattr(metric_table, "_numbers", between)
+    before = followed.table.version
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in [*records[200:], records[99]]))
+    followed.refresh()
+    assert len(seen) > 1 and all(one == (before, [r["loss"] for r in records[:200]]) for one in seen)
+    assert same(followed.table, records)
 
 
 def test_keys_are_no_metrics(tmp_path):

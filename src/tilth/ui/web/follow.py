@@ -42,7 +42,7 @@ class FollowedRun:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.table = MetricTable(path / "metrics.jsonl")
+        self.table = MetricTable(path / "metrics.jsonl")  # replaced, not changed: pages read it without the lock
         self.lock = threading.RLock()
         self._seen = 0.0
         self._watch: RunWatcher | None = None
@@ -55,7 +55,9 @@ class FollowedRun:
         with self.lock:
             if time.monotonic() - self._seen < FRESH:
                 return
-            new, again = self.table.new()
+            table = self.table.copy()
+            new, again = table.new()
+            self.table = table
             self._seen, self._again = time.monotonic(), self._again or again
             self._new = new if again else [*self._new, *new][-RECENT:]
 

@@ -1,10 +1,11 @@
 """Metrics of a run as columns of numbers, read once and then by their new lines, in less memory than records take."""
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +46,12 @@ class MetricTable:
     def version(self) -> tuple[int, int]:
         """Return what changes with the contents."""
         return self._file, self._at
+
+    def copy(self) -> Self:
+        """Return a table that reads on while others read this one: they share the values of the rows so far."""
+        found = copy.copy(self)
+        found._columns, found._phases = self._columns.copy(), self._phases.copy()
+        return found
 
     @property
     def nbytes(self) -> int:

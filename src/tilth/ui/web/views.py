@@ -308,8 +308,8 @@ def lines_of(run: FollowedRun, names: Sequence[str], axis: str, smooth: int, sin
 
 def marks_of(run: FollowedRun, axis: str) -> list[Row]:
     """Return the recoveries of a run with their places on an axis."""
-    steps, across = run.table.column("step"), across_of(run.table, axis)
-    found = []
+    table, found = run.table, []
+    steps, across = table.column("step"), across_of(table, axis)
     for one in read_recoveries(run.path):
         at = int(np.searchsorted(steps, one["step"]))
         if at < len(across) and math.isfinite(across[at]):
