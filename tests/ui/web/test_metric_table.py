@@ -1,5 +1,6 @@
 """Metrics as columns: equal to the records, however they are read, replaced and torn."""
 
+import itertools
 import json
 
 import numpy as np
@@ -57,10 +58,17 @@ def test_it_holds_the_records_and_their_summary(run, first, more, few, block):
         lines(path, *first)
         table = MetricTable(path)
         assert table.new()[0] == first[-100:]
+        late = table.version[2]
         with open(path, "a") as file:
             file.write("".join(json.dumps(record) + "\n" for record in more))
         assert table.new() == (more[-100:], False)
         assert same(table, read_metrics(run)) and not table.unread
+        whole = MetricTable(path)
+        whole.new()
+        assert whole.version == table.version
+        newest = max((record["step"] for record in first), default=0)
+        rising = [newest, *(record["step"] for record in more)]
+        assert (table.version[2] == late) == all(a < b for a, b in itertools.pairwise(rising))
         shown, wanted = summarise(run, table.steps()), summarise(run)
         assert shown == wanted
 

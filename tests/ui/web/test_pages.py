@@ -297,6 +297,34 @@ def test_a_step_and_the_end_of_a_run_are_news(tmp_path, monkeypatch):
         assert ended["state"] == "finished"
 
 
+def test_news_have_the_points_of_added_steps_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.FRESH", 0.0)
+    news, before = News(RunsFolder(tmp_path), lambda name, look: name), None
+
+    def points():
+        nonlocal before
+        steps = [record["step"] for record in read_metrics(run.path)]  # waits for what is still to be written
+        before, text = news._look("live", before)
+        found = json.loads(text)
+        assert found["step"] == steps[-1]
+        return found.get("points") and [point["step"] for point in found["points"]]
+
+    with made.running(tmp_path) as run:
+        for step in (2, 3, 4):
+            run.commit_step({"step": step, "phase": "grpo", "loss": 1.0})
+        assert points() is None
+        run.rewind(2)
+        run.commit_step({"step": 3, "phase": "grpo", "loss": 2.0})
+        assert points() is None  # pages draw the curve again, without the steps that were dropped
+        run.commit_step({"step": 4, "phase": "grpo", "loss": 2.0})
+        assert points() == [4]
+        with open(run.path / "metrics.jsonl", "a") as file:  # as a later attempt from step 3 on writes it
+            file.write("".join(json.dumps({"step": step, "attempt": 2, "loss": 3.0}) + "\n" for step in (4, 5)))
+        assert points() is None
+        run.commit_step({"step": 6, "phase": "grpo", "loss": 3.0})
+        assert points() == [6]
+
+
 def test_a_run_that_is_removed_while_it_is_watched(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.05)
     monkeypatch.setattr("tilth.ui.web.app.SECONDS", 0.0)

@@ -58,7 +58,8 @@ const notes = found => found.marks.map(mark => ({
   x: mark.x, yref: 'paper', y: 1, text: '▾', showarrow: false, hovertext: mark.text, font: {color: tint('clay')},
 }));
 const versions = found => JSON.stringify(Object.values(found.versions));
-const file = text => JSON.stringify(JSON.parse(text).map(version => version[0]));
+// Where these are equal, steps were added behind the last one, and none was replaced or dropped.
+const past = text => JSON.stringify(JSON.parse(text).map(([file, , late]) => [file, late]));
 
 const draw = async figure => {
   const box = figure.closest('.plots'), canvas = figure.querySelector('.canvas');
@@ -85,6 +86,7 @@ const newest = figure => Math.max(-1, ...figure.querySelector('.canvas').data.ma
 const told = (figures, news) => {
   const box = figures[0].closest('.plots').dataset, before = news && JSON.stringify([news.before]);
   if (!news || !news.points || box.axis !== 'step' || Number(box.smooth)) return false;
+  if (past(before) !== past(JSON.stringify([news.version]))) return false;
   const fits = figure => figure.dataset.versions === before &&
     figure.querySelector('.canvas').data.length === JSON.parse(figure.dataset.metrics).length;
   if (!figures.every(fits)) return false;
@@ -113,7 +115,7 @@ const grow = async (figures, news) => {
       return {x: cut(line.x), y: cut(line.y), customdata: cut(line.step)};
     });
     const long = canvas.data.some(line => line.x.length > 2400);
-    if (long || file(versions(found)) !== file(figure.dataset.versions) || lines.length !== canvas.data.length) {
+    if (long || past(versions(found)) !== past(figure.dataset.versions) || lines.length !== canvas.data.length) {
       await draw(figure);
       continue;
     }

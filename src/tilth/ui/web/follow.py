@@ -159,8 +159,11 @@ class RunsFolder:
         return ""
 
 
-def _points(table: MetricTable, since: int) -> list[Record] | None:
-    """Return the steps after this one, which pages draw without asking again; None if they are many."""
+def _points(table: MetricTable, version: tuple[int, int, int], since: int) -> list[Record] | None:
+    """Return the steps that were added to a version whose last step is ``since``, which pages draw without asking
+    again; None if they are many, or if earlier steps were replaced or dropped, so that pages have to draw all."""
+    if (table.version[0], table.version[2]) != (version[0], version[2]):
+        return None
     rows = np.flatnonzero(table.column("step") > since) if len(table) else np.zeros(0, np.int64)
     return [table.record(int(row)) for row in rows] if len(rows) <= RECENT else None
 
@@ -205,10 +208,11 @@ class News:
             return [time.time() // SLOWLY, *self._runs.names()], json.dumps({})
         try:
             run = self._runs.get(name)
-            look = run.look()
+            with run.lock:
+                look, table = run.look(), run.table
         except (TilthError, OSError) as error:
             return str(error), json.dumps({"gone": str(error)})
-        doing, state, table = asdict(look.doing), look.state, run.table
+        doing, state = asdict(look.doing), look.state
         since = None if look.silent is None or not look.running else look.silent // SLOWLY
         mark = (table.version, doing, since, state["state"], len(look.recoveries), len(look.warnings), look.message)
         if isinstance(before, tuple) and mark == before[:-1]:
@@ -216,5 +220,5 @@ class News:
         last = int(table.column("step")[-1]) if len(table) else 0
         news = {"step": last, "state": state["state"], "head": self._head(name, look), "version": list(table.version)}
         if isinstance(before, tuple):
-            news |= {"before": list(before[0]), "points": _points(table, before[-1])}
+            news |= {"before": list(before[0]), "points": _points(table, before[0], before[-1])}
         return (*mark, last), json.dumps(news)

@@ -38,14 +38,15 @@ class MetricTable:
         self._clear()
 
     def _clear(self) -> None:
-        self._at, self._rows, self.unread = 0, 0, 0
+        self._at, self._rows, self._late, self.unread = 0, 0, 0, 0
         self._columns: dict[str, np.ndarray] = {}
         self._phases: list[str] = []
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Return what changes with the contents."""
-        return self._file, self._at
+    def version(self) -> tuple[int, int, int]:
+        """Return the file, the bytes read, and the number of rows at or before an earlier step. Where only the bytes
+        differ, steps were added behind the last one."""
+        return self._file, self._at, self._late
 
     def copy(self) -> Self:
         """Return a table that reads on while others read this one: they share the values of the rows so far."""
@@ -124,7 +125,12 @@ class MetricTable:
         for name, column in self._columns.items():
             if len(column) < self._rows:
                 self._columns[name] = np.concatenate([column, np.full(self._rows, np.nan)])
-        if count and (np.diff(self._columns["step"][max(begin - 1, 0) : self._rows]) <= 0).any():
+        if not count:
+            return
+        steps = self._columns["step"][max(begin - 1, 0) : self._rows]
+        late = int((steps[1:] <= np.maximum.accumulate(steps)[:-1]).sum())
+        self._late += late
+        if late:
             self._sort()
 
     def _phase_codes(self, values: Sequence[Any] | pa.ChunkedArray) -> np.ndarray:
