@@ -7,6 +7,7 @@ or never changes no completion: the pass goes on without it.
 Messages are pickled; both ends are this program, and only they have the pipes.
 """
 
+import math
 import os
 import pickle
 import select
@@ -29,8 +30,8 @@ from tilth.process.restarts import RestartPolicy
 PATIENCE = 0.25
 """Seconds that a pass waits for its drafts. Behind one that has waited in vain passes do not wait until the process has
 answered all."""
-SILENCE = 30.0
-"""Seconds in which a process answers a turn; then it is lost."""
+SILENCE, START = 30.0, 600.0
+"""Seconds in which a process answers a turn, then it is lost; and its first one, before which it loads a model."""
 RESTARTS = RestartPolicy(fruitless=3)
 """A process that is lost is replaced three times in a row without a draft in between."""
 
@@ -85,6 +86,8 @@ class DrafterProcess(PipedChild):
         super().__init__("tilth.engines.apart:main", [], greeting, output)
         self.turns = deque[tuple[DraftTurn, float]]()
         """With the time (time.monotonic) at which each was sent."""
+        self.heard = -math.inf
+        """Time of its newest answer."""
 
     def take(self, turn: DraftTurn) -> None:
         """Send a turn."""
@@ -94,7 +97,8 @@ class DrafterProcess(PipedChild):
     @property
     def silent(self) -> bool:
         """True if it has not answered a turn for too long."""
-        return bool(self.turns) and time.monotonic() > self.turns[0][1] + SILENCE
+        limit = SILENCE if self.heard > -math.inf else START
+        return bool(self.turns) and time.monotonic() > max(self.turns[0][1], self.heard) + limit
 
 
 @dataclass(slots=True)
@@ -212,6 +216,7 @@ class ApartDrafter(Drafter):
         ready([child], seconds)
         alive = child.write() and child.read()
         for body in child.bodies():
+            child.heard = time.monotonic()
             self._take(child.turns.popleft()[0], *pickle.loads(body))
         self._late &= bool(child.turns)
         if not alive or child.silent:

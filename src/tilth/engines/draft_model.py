@@ -60,6 +60,7 @@ class ModelDrafter(Drafter):
             lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(),
             ParallelDims.alone(), engine=True, device=device,
         )  # fmt: skip
+        made.model.fuse()
         made.load_(weights)
         self._runner = Runner(made.model, False, False, self.device, ROWS)
         self._slab = KVCache(config, dtype, self.device, latent=True)

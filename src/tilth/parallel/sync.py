@@ -196,14 +196,16 @@ class CompressedReducer(GradientReducer):
                 layout = given[name] if coder.way == GIVEN else updates[name]
                 self._layouts[coder.way + name] = by_rank(layout) if coder.way == GIVEN else layout
                 if layout.mesh.has(grid.rank):
-                    size = [box.size for box in layout.boxes(grid.rank)] or [(0, *layout.shape[1:])]
+                    size = [box.size for box in layout.boxes(grid.rank)] or [(0, *own[name].shape[1:])]
                     coder.left[name] = own[name].new_zeros(size[0])
 
     def _compresses(self, name: str, layout: Layout, table: Table) -> bool:
-        """True for a large matrix of which ranks have parts and copies, and nobody a part of its gradient."""
-        whole = all(getattr(own, "copies", 1) == 1 for own in layout.placements) and layout.mesh.count("layers") == 1
+        """True for a large matrix of which ranks have parts and copies, and nobody a part of its gradient: ranks along
+        tp have of what they compute their own heads or tokens with."""
+        partial = rule_of(table, name).tp in ("heads", "residual") and layout.mesh.size("tp") > 1
+        once = all(getattr(own, "copies", 1) == 1 for own in layout.placements) and layout.mesh.count("layers") == 1
         matrix = rule_of(table, name).kind in ("matrix", "embedding") and math.prod(layout.shape) >= self.smallest
-        return whole and matrix and bool(copied_along(layout))
+        return once and matrix and not partial and bool(copied_along(layout))
 
     def state(self) -> Mapping[str, Tensor]:
         every = [(coder.way, name, left) for coder in self._coders for name, left in coder.left.items()]

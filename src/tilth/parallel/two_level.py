@@ -6,6 +6,7 @@ ranks there are. Values are rounded after a Hadamard transform H of blocks of 32
 so it is undone once, in the sum, by H H = 32.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -73,7 +74,7 @@ class TwoLevelReducer(CompressedReducer):
     @torch.no_grad()
     def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
         rows, ranks, place = whole.view(len(pieces), -1), len(pieces), group.rank()
-        size = min(self.node_size, ranks)
+        size = math.gcd(self.node_size, ranks)  # a group may be a part of the data ranks
         node, local = divmod(place, size)
         self._transform(rows, pieces, 1.0)
         last = (self._within, range(ranks)) if size == ranks else (self._across, range(local, ranks, size))

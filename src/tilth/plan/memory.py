@@ -102,7 +102,9 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     gradients = (cut.elements + cut.gathered + cut.elements // cut.copies * comm.two_way) * comm.residual
     weights = 2 * cut.updated * (comm.weights != "exact")  # that an optimizer steps from, and how they differ
     if left := FP32 * (gradients + weights):
-        held += [Item("left out by compression", left), Item("copy of that being saved", left, host=True)]
+        new = left - FP32 * weights // 2  # until a step is settled there are residuals of before and after it
+        saved_too = Item("copy of that being saved", left, host=True)
+        held += [Item("left out by compression", left), Item("left out by the step under way", new), saved_too]
     if on_many_machines(recipe):
         held += _relay(recipe, cut, cut.copies)
     if "noise_scale" in recipe.train.watch:

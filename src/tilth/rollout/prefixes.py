@@ -48,9 +48,7 @@ class PrefixPool:
             for path in [path for path, written in _files(self.folder) if written == step]:
                 with np.load(path, allow_pickle=False) as file:
                     if "tokens_lengths" not in file:
-                        message = (
-                            f"{path} is of an older version of Tilth, whose trajectories in flight this cannot"
-                        )
+                        message = f"{path} is of an older version of Tilth, whose trajectories in flight this cannot"
                         raise DataError(f"{message} read; go on with that version", key="prefixes.version")
                     found |= {t.id: t for t in _unpacked(dict(file))}
         if missing := [i for i in ids if i not in found]:
