@@ -171,12 +171,15 @@ def states(board: StatusBoard, pids: Mapping[int, int]) -> list[Row]:
 
 
 def read_health(session: str) -> dict[str, Any] | None:
-    """Return the health of the run with this session folder, read now; None if it has none (any more).
+    """Return the health of the run with this session folder, read now; None if it has none (any more), or the folder
+    is no session of this user.
 
     time: when its controller last looked. The states of the workers are of this moment, also if the controller is
     stopped.
     """
-    folder = SessionDir(Path(session))
+    folder = SessionDir.at(Path(session))
+    if folder is None:
+        return None
     try:
         facts: dict[str, Any] = json.loads(folder.health.read_text())
         board = StatusBoard(folder.board)

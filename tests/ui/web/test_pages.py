@@ -5,6 +5,7 @@ import hashlib
 import html
 import json
 import math
+import os
 import re
 import shutil
 import socket
@@ -24,6 +25,8 @@ from tests.ui.test_report import ATTACK, Page
 from tests.ui.web import runs as made
 from tests.ui.web.runs import client_of, folder_of_runs
 from tilth.cli.main import app
+from tilth.cluster.backends.session_dir import SessionDir
+from tilth.cluster.backends.status import StatusBoard
 from tilth.core.errors import DataError
 from tilth.process.access import AddressError
 from tilth.runs.directory import RunDir
@@ -399,7 +402,8 @@ def test_no_route_changes_a_file(client, folder):
     assert contents(folder) == before
 
 
-def test_links_that_lead_out_are_not_followed(folder, tmp_path):
+def test_links_that_lead_out_are_not_followed(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.app.SECONDS", 0.0)
     root = tmp_path / "runs"
     shutil.copytree(folder / "agents", root / "agents")
     (root / "away").symlink_to(folder / "ranks")
@@ -407,7 +411,8 @@ def test_links_that_lead_out_are_not_followed(folder, tmp_path):
     secret.write_text("a secret")
     client = client_of(root)[0]
     page_of(client, "/runs/away", 404)
-    for name in ("agents/log.txt", "agents/trajectories/steps-000009-000009.parquet"):
+    (root / "agents" / "updates").mkdir(exist_ok=True)
+    for name in ("agents/log.txt", "agents/trajectories/steps-000009-000009.parquet", "agents/updates/0001.json"):
         link = root / name
         link.unlink(missing_ok=True)
         link.symlink_to(secret)
@@ -417,6 +422,35 @@ def test_links_that_lead_out_are_not_followed(folder, tmp_path):
         assert client.get(f"/runs/{name}").status_code == 404
     with raises(UnknownRun, "run"):
         RunsFolder(root).get("../runs/agents")
+
+
+def test_a_link_inside_the_folder_whose_target_becomes_a_link_out_is_not_followed(folder, tmp_path):
+    root = tmp_path / "runs"
+    shutil.copytree(folder / "agents", root / "agents")
+    (root / "log").write_text("of this folder")
+    (root / "agents" / "log.txt").unlink(missing_ok=True)
+    (root / "agents" / "log.txt").symlink_to(root / "log")
+    runs = RunsFolder(root)
+    assert runs.get("agents")
+    (root / "log").unlink()
+    (root / "log").symlink_to(folder / "agents" / "run.json")
+    with raises(DataError, "run.link"):
+        runs.get("agents")
+
+
+def test_health_is_read_from_session_folders_alone(tmp_path):
+    rows = [{"rank": 0, "pid": os.getpid()}]
+    session = SessionDir.create()
+    try:
+        for place, count in ((tmp_path / f"tilth-{os.getuid()}-elsewhere", 0), (session.path, 1)):
+            place.mkdir(exist_ok=True)
+            (place / "health.json").write_text(json.dumps({"ranks": rows}))
+            StatusBoard.create(place / "board", 1).close()
+            with made.running(tmp_path, f"run-{count}") as run:
+                run.update(session=str(place))
+                assert len(RunsFolder(tmp_path).get(run.path.name).look().workers) == count
+    finally:
+        session.remove()
 
 
 words = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -68,6 +68,19 @@ class SessionDir:
         places = (root / f"tilth-{os.getuid()}-{name}" for root in (SHARED_MEMORY, Path(tempfile.gettempdir())))
         return next((cls(path) for path in places if path.exists()), None)
 
+    @classmethod
+    def at(cls, path: Path) -> "SessionDir | None":
+        """Return the directory with this path, which another process may have written anywhere; None unless it is one
+        of this user on this machine."""
+        named = path.name.startswith(f"tilth-{os.getuid()}-")
+        if not named or path.parent not in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+            return None
+        try:
+            with _opened(path, os.O_DIRECTORY) as place:
+                return cls(path) if _is_ours(place, stat.S_ISDIR) else None
+        except OSError:
+            return None
+
     def inherit(self, former: "SessionDir", seconds: float) -> None:
         """Take the scratch folder of a directory whose owner is dead, or dies within some seconds, and remove it. The
         folder of one that lives stays where it is."""

@@ -29,7 +29,7 @@ KEPT = 160 << 20
 """Bytes of metrics in memory, besides those of the newest run; others are read again where they are asked for."""
 MARKS = ("run.json", "metrics.jsonl", "recipe.toml", "log.txt")
 """Files of which a folder with any is a run, broken or not."""
-FOLDERS = ("", "trajectories", "events", "model")
+FOLDERS = ("", "trajectories", "events", "model", "updates")
 """Folders of a run that a page reads."""
 
 
@@ -110,7 +110,7 @@ class RunsFolder:
         self.root = root.resolve()
         self._lock = threading.Lock()
         self._runs: dict[str, FollowedRun] = {}
-        self._inside: dict[Path, tuple[int, str]] = {}
+        self._links: dict[Path, tuple[int, list[Path]]] = {}
         self._listed: tuple[float, int, list[str]] = (0.0, 0, [])
 
     def names(self) -> list[str]:
@@ -148,14 +148,13 @@ class RunsFolder:
             if not folder.is_dir():
                 continue
             changed = folder.stat().st_mtime_ns
-            known = self._inside.get(folder)
+            known = self._links.get(folder)
             if known is None or known[0] != changed:
                 with os.scandir(folder) as entries:
-                    links = [e for e in entries if e.is_symlink()]
-                out = [e.name for e in links if not Path(e.path).resolve().is_relative_to(self.root)]
-                known = self._inside[folder] = changed, next(iter(out), "")
-            if known[1]:
-                return known[1]
+                    known = self._links[folder] = changed, [Path(e.path) for e in entries if e.is_symlink()]
+            for link in known[1]:  # where one leads may change without a change of its folder
+                if not link.resolve().is_relative_to(self.root):
+                    return link.name
         return ""
 
 
