@@ -1,6 +1,8 @@
 """Errors for users. Each message names, in one line, the key, its value and what would work."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +12,7 @@ __all__ = ["ArgumentError", "AxisError", "CallTimeout", "CheckpointError", "Data
 __all__ += ["LossMaskError", "ModelError", "NonFiniteError", "OutOfMemory", "PayloadLeak", "PluginError"]
 __all__ += ["RecipeError", "ReplicaMismatch", "RewardError", "ScheduleError", "StaleGeneration", "StorageError"]
 __all__ += ["TilthError", "TokenCountError", "TokenDivisionError"]
-__all__ += ["TokenIdentityError", "TrajectoryError", "WeightMismatch", "WorkerError", "WorkerLost"]
+__all__ += ["TokenIdentityError", "TrajectoryError", "WeightMismatch", "WorkerError", "WorkerLost", "parsing"]
 
 
 class DataError(TilthError):
@@ -123,3 +125,16 @@ class CallTimeout(TilthError):
     """State of each worker at the limit (``cluster.backends.base.Probe``)."""
     since: Mapping[int, float] = MappingProxyType({})
     """When each busy worker last got on with its work, in monotonic seconds."""
+
+
+@contextmanager
+def parsing(path: Path | str) -> Iterator[None]:
+    """Raise DataError where the body meets values of a file, or of a run's files, that nothing here writes: keys are
+    missing, or values have other types."""
+    try:
+        yield
+    except TilthError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise DataError(f"{path} cannot be read: {reason}", key=f"{Path(path).name}.content") from error

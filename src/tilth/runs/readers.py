@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tilth.core.errors import DataError, ModelError
+from tilth.core.errors import DataError, ModelError, parsing
 from tilth.core.lines import iterate_lines, read_lines
 from tilth.core.write_queue import settle
 from tilth.data.trajectories import read_trajectories, steps_of  # noqa: F401  (readers of a run too)
@@ -61,8 +61,9 @@ def read_state(run: str | Path) -> Record:
         raise DataError(f"cannot read {path}: {error}", key="run.json.content") from error
     if not isinstance(state, dict) or not {"state", "digest"} <= set(state):
         raise DataError(f"{path} is not the state of a run: it needs the keys state and digest", key="run.json.digest")
-    if state["state"] == "running" and _gone(state):
-        state["state"] = "interrupted"
+    with parsing(path):
+        if state["state"] == "running" and _gone(state):
+            state["state"] = "interrupted"
     return state
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from tilth.config.keys import all_names, fixed
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
-from tilth.core.errors import PluginError, RecipeError
+from tilth.core.errors import PluginError, RecipeError, parsing
 from tilth.core.files import make_folder, writing
 from tilth.core.write_queue import settle
 from tilth.rewards.fingerprint import files_fingerprint, imports_of
@@ -115,10 +115,13 @@ def path_of(run: Path, number: int) -> Path:
 
 
 def read_updates(run: str | Path) -> list[Update]:
-    """Return the updates of a run, oldest first."""
+    """Return the updates of a run, oldest first. DataError: one is torn, or none."""
     settle(Path(run) / UPDATES)
-    files = sorted((Path(run) / UPDATES).glob("[0-9]*.json"))
-    return [Update.of(json.loads(file.read_bytes())) for file in files]
+    found = list[Update]()
+    for file in sorted((Path(run) / UPDATES).glob("[0-9]*.json")):
+        with parsing(file):
+            found.append(Update.of(json.loads(file.read_bytes())))
+    return found
 
 
 def shrunk(updates: Sequence[Update]) -> Update | None:

@@ -4,7 +4,7 @@ import json
 from functools import cache
 from importlib.resources import files
 
-from jinja2 import DictLoader, Environment, StrictUndefined
+from jinja2 import DictLoader, Environment, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
 from tilth.ui import format
@@ -30,7 +30,11 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: object) -> Markup:
-    return Markup(_environment().get_template(template).render(values))
+    """Return a template with these values. LookupError: it uses one that is not there."""
+    try:
+        return Markup(_environment().get_template(template).render(values))
+    except UndefinedError as error:
+        raise LookupError(f"{template}: {error}") from error
 
 
 def embed(value: object) -> Markup:

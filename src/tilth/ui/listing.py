@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tilth.core.errors import DataError, TilthError
+from tilth.core.errors import DataError, TilthError, parsing
 from tilth.runs.readers import read_state, summarise
 from tilth.ui import format
 
@@ -32,7 +32,8 @@ def row_of(run: Path, summary: Callable[[Path], Row] = summarise) -> Row:
     """Return the row of a run; one that cannot be read is "unreadable", with the reason as its error."""
     row = dict.fromkeys(KEYS) | {"run": str(run), "age": age_of(run)}
     try:
-        found, flow = summary(run), read_state(run).get("flow", "grpo")
+        with parsing(run):
+            found, flow = summary(run), read_state(run).get("flow", "grpo")
     except TilthError as error:
         return {**row, "state": "unreadable", "error": str(error)}
     key = next((key for key in METRICS if found.get(key) is not None), None)

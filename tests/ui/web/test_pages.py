@@ -31,6 +31,7 @@ from tilth.core.errors import DataError
 from tilth.process.access import AddressError
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, read_trajectories, summarise
+from tilth.ui.listing import rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
 from tilth.ui.web.app import PageServer
 from tilth.ui.web.compare import interval
@@ -268,8 +269,9 @@ def test_what_if_is_answered_by_a_process_of_its_own(client):
 # ---- news ----
 
 
-def news_of(folder, name, act, count):
-    """The first ``count`` news of a run, read by two pages at once; ``act`` is called after the first one."""
+def news_of(folder, name, act, count, *, each=False):
+    """The first ``count`` news of a run, read by two pages at once; ``act`` is called after the first one, or after
+    each but the last."""
 
     async def read():
         runs = RunsFolder(folder)
@@ -280,7 +282,7 @@ def news_of(folder, name, act, count):
                 pair = await asyncio.wait_for(asyncio.gather(anext(one), anext(two)), patience(20))
                 assert pair[0] == pair[1] and len(news._tasks) == 1
                 found.append(json.loads(pair[0]["data"]))
-                if not number:
+                if not number or (each and number < count - 1):
                     act()
         assert not news._tasks
         return found
@@ -338,6 +340,66 @@ def test_a_run_that_is_removed_while_it_is_watched(tmp_path, monkeypatch):
     _, gone = news_of(tmp_path, "live", lambda: shutil.rmtree(tmp_path / "live"), 2)
     assert "live" in gone["gone"]
     page_of(client, "/runs/live", 404)
+
+
+def lacks_its_process(run):
+    return {"state": "running", "host": os.uname().nodename, "digest": "0"}
+
+
+DAMAGED = {
+    "pid": lacks_its_process, "ended": lambda state: state | {"ended": "noon"},
+    "attempts": lambda state: state | {"attempts": [{}]}, "plan": lambda state: state | {"plan": [1]},
+    "best": lambda state: state | {"best": 3}, "environment": lambda state: state | {"environment": "x"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def damaged(folder, tmp_path_factory):
+    """Runs of which each has one file with values that nothing writes, and a whole one."""
+    root = tmp_path_factory.mktemp("damaged")
+    for name, change in DAMAGED.items():
+        shutil.copytree(folder / "ranks", root / name)
+        file = root / name / "run.json"
+        file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    shutil.copytree(folder / "ranks", root / "update")
+    (root / "update" / "updates").mkdir(exist_ok=True)
+    (root / "update" / "updates" / "0001.json").write_text('{"change":')
+    shutil.copytree(folder / "ranks", root / "whole")
+    return root
+
+
+def test_a_damaged_run_is_listed_as_broken(damaged):
+    page = page_of(client_of(damaged)[0], "/")
+    states = [a["class"] for n, a in page.seen if n == "span" and a.get("class", "").startswith("state ")]
+    assert sorted(states) == ["state broken"] * (len(DAMAGED) + 1) + ["state finished"]
+    assert {row["state"] for row in rows_of(damaged)} >= {"unreadable", "finished"}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "update"])
+def test_the_page_of_a_damaged_run_says_so(damaged, name):
+    client = client_of(damaged)[0]
+    assert name in page_of(client, f"/runs/{name}", 422).words
+    for path in (f"/runs/{name}/health", f"/compare?run=whole&run={name}", f"/curves.json?run={name}&metric=loss"):
+        assert client.get(path).status_code in (200, 422)
+
+
+def test_damage_is_news_and_so_is_what_follows(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.05)
+    monkeypatch.setattr("tilth.ui.web.follow.FRESH", 0.0)
+    with made.running(tmp_path) as run:
+        whole = (run.path / "run.json").read_text()
+        acts = [lambda: (run.path / "run.json").write_text(json.dumps(lacks_its_process(run)))]
+        acts += [lambda: (run.path / "run.json").write_text(whole)]
+        first, damage, after = news_of(tmp_path, "live", lambda: acts.pop(0)(), 3, each=True)
+        assert first["state"] == after["state"] == "running" and "live" in damage["gone"]
+
+
+def test_a_line_whose_time_is_no_number_is_left_out(tmp_path):
+    with made.running(tmp_path) as run:
+        pass
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "phase": "grpo", "seconds": "abc"}\n')
+    assert "1 lines of metrics.jsonl" in page_of(client_of(tmp_path)[0], "/runs/live").words
 
 
 def test_pages_that_ask_for_the_same_at_once_share_an_answer(folder, monkeypatch):

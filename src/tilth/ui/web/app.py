@@ -6,8 +6,8 @@ import hmac
 import math
 import secrets
 import time
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, MutableMapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +16,12 @@ from urllib.parse import urlencode
 import uvicorn
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 
-from tilth.core.errors import DataError, TilthError
+from tilth.core.errors import DataError, TilthError, parsing
 from tilth.process.access import PatientProtocol, Refusal, check_address, listen, refusal
 from tilth.ui.html import render, text_of
 from tilth.ui.web.compare import compare_page
@@ -143,6 +144,23 @@ class GuardedPages:
         return refusal(headers, self._visit.token, BODY, given, free=scope["path"] == ENTER and bool(self._visit.token))
 
 
+class RunRoute(APIRoute):
+    """Route whose answer about a run with contents that cannot be read is the error that names the run."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of a request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            runs = (
+                [request.path_params["name"]] if "name" in request.path_params else request.query_params.getlist("run")
+            )
+            with parsing(", ".join(runs)[:200]) if runs else nullcontext():
+                return await handler(request)
+
+        return handle
+
+
 class Assets:
     """Files of the page by names with a hash of their contents, so that a browser keeps them."""
 
@@ -203,6 +221,7 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     runs, assets, visit, replays = RunsFolder(root), Assets(), OneVisit(token), ReplayProcesses()
     rows, news = RunList(runs), News(runs, head)
     app = FastAPI(title="Tilth", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.route_class = RunRoute
 
     def shown(template: str, run: FollowedRun | None = None, **values: Any) -> Response:
         about = {"links": assets.links, "root": runs.root.name, "name": run.path.name if run else ""}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tilth.core.errors import DataError, TilthError
+from tilth.core.errors import DataError, TilthError, parsing
 from tilth.runs.readers import read_state, summarise
 from tilth.ui.top import Look, RunWatcher
 from tilth.ui.web.metric_table import RECENT, MetricTable, Record
@@ -180,7 +180,7 @@ class News:
         """Yield the news of a run, or of the folder ("")."""
         queue: asyncio.Queue[str] = asyncio.Queue(16)
         self._pages.setdefault(name, set()).add(queue)
-        if name not in self._tasks:
+        if name not in self._tasks or self._tasks[name].done():
             self._tasks[name] = asyncio.create_task(self._read(name))
         try:
             while True:
@@ -206,18 +206,27 @@ class News:
         if not name:
             return [time.time() // SLOWLY, *self._runs.names()], json.dumps({})
         try:
-            run = self._runs.get(name)
-            with run.lock:
-                look, table = run.look(), run.table
+            with parsing(name):
+                return self._news(name, before)
         except (TilthError, OSError) as error:
             return str(error), json.dumps({"gone": str(error)})
+
+    def _news(self, name: str, before: Any) -> tuple[Any, str]:
+        run = self._runs.get(name)
+        with run.lock:
+            look, table = run.look(), run.table
         doing, state = asdict(look.doing), look.state
         since = None if look.silent is None or not look.running else look.silent // SLOWLY
         mark = (table.version, doing, since, state["state"], len(look.recoveries), len(look.warnings), look.message)
         if isinstance(before, tuple) and mark == before[:-1]:
             return before, ""
         last = int(table.column("step")[-1]) if len(table) else 0
-        news = {"step": last, "state": state["state"], "head": self._head(name, look), "version": list(table.version)}
+        news = {
+            "step": last,
+            "state": state["state"],
+            "head": self._head(name, look),
+            "version": list(table.version),
+        }
         if isinstance(before, tuple):
             news |= {"before": list(before[0]), "points": _points(table, before[0], before[-1])}
         return (*mark, last), json.dumps(news)

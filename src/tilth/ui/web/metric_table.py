@@ -203,7 +203,9 @@ def _distinct(codes: np.ndarray) -> list[float]:
 
 def _is_step(value: Any) -> bool:
     """True for the record of a step."""
-    return isinstance(value, dict) and type(value.get("step")) is int and abs(value["step"]) < 1 << 53
+    if not (isinstance(value, dict) and type(value.get("step")) is int and abs(value["step"]) < 1 << 53):
+        return False
+    return all(isinstance(value.get(name), int | float | None) for name in (*_WHOLE, "seconds"))
 
 
 def _numbers(values: Sequence[Any] | pa.ChunkedArray) -> np.ndarray | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, TilthError, parsing
 from tilth.runs.readers import ACCURACY, REWARD, read_recoveries, read_state
 from tilth.ui import format
 from tilth.ui.charts import CATALOGUE, DULL_AT_ZERO, MEMORY, Chart, Line, extremes, members
@@ -108,7 +108,11 @@ class RunList:
             return _aged(known[1], run.path)
         if late:
             return _broken(name, "") | {"state": "reading"}
-        row = _aged(row_of_run(run), run.path)
+        try:
+            with parsing(run.path.name):
+                row = _aged(row_of_run(run), run.path)
+        except TilthError as error:
+            row = _broken(name, str(error))
         if row["state"] != "running":
             self._rows[name] = mark, row
         return row
