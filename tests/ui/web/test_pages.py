@@ -438,6 +438,18 @@ def test_a_token_is_needed_by_header_or_by_the_cookie_of_one_visit(folder):
     assert client.get(path).status_code == 401  # it was good once
 
 
+def test_two_servers_of_a_host_and_a_later_one_have_their_own_cookies(folder):
+    cookies = []
+    for address in ("10.1.2.3:8600", "10.1.2.3:8601", "10.1.2.3:8600"):
+        client, path = client_of(folder, "a secret", address)
+        cookies += [client.get(path, follow_redirects=False).headers["set-cookie"].partition(";")[0].partition("=")]
+        assert client.get("/").status_code == 200
+    (one, _, first), (two, _, _), (again, _, later) = cookies
+    assert one == again != two and first != later
+    client, _ = client_of(folder, "a secret", "10.1.2.3:8600")
+    assert client.get("/", headers={"cookie": f"{one}={first}"}).status_code == 401
+
+
 def test_beyond_this_machine_it_does_not_start_without_a_token(folder):
     with raises(AddressError, "--token"):
         PageServer(folder, "0.0.0.0", 0, "")

@@ -35,7 +35,8 @@ BODY = 1 << 16
 SHARED = ("/runs/", "/curves.json")
 """Beginnings of paths whose answers pages share that ask for the same within ``SECONDS``; ``KEPT`` are kept."""
 SECONDS, KEPT = 0.5, 16
-COOKIE = "tilth"
+COOKIE = "tilth-{port}"
+"""Name of the cookie; browsers send a cookie to every port of a host."""
 ENTER = "/enter"
 """Path of the address that is good for one visit and leaves a cookie."""
 POLICY = (
@@ -65,24 +66,28 @@ class OneVisit:
     def __init__(self, token: str) -> None:
         self.token = token.encode()
         self.key = secrets.token_urlsafe(24) if token else ""
-        self.cookie = hmac.new(self.token, b"cookie", "sha256").hexdigest()
+        self.cookie = secrets.token_urlsafe(32)
 
-    def given(self, cookies: bytes) -> bytes:
-        """Return the token if the right cookie is among these."""
+    def given(self, cookies: bytes, server: Any) -> bytes:
+        """Return the token if the right cookie is among these. server: host and port of the request's scope."""
         for one in cookies.split(b";"):
             name, _, value = one.strip().partition(b"=")
-            if name == COOKIE.encode() and hmac.compare_digest(value, self.cookie.encode()):
+            if name == _cookie(server).encode() and hmac.compare_digest(value, self.cookie.encode()):
                 return self.token
         return b""
 
-    def enter(self, key: str) -> Response:
+    def enter(self, key: str, server: Any) -> Response:
         """Return the answer to a visit of the address, which is good once."""
         if not self.key or not hmac.compare_digest(key.encode(), self.key.encode()):
             return HTMLResponse(_page("This address was used already; start tilth ui again.", 401), 401)
         self.key = ""
         answer = RedirectResponse("/", 303)
-        answer.set_cookie(COOKIE, self.cookie, httponly=True, samesite="strict")
+        answer.set_cookie(_cookie(server), self.cookie, httponly=True, samesite="strict")
         return answer
+
+
+def _cookie(server: Any) -> str:
+    return COOKIE.format(port=server[1] if server else 0)
 
 
 class GuardedPages:
@@ -140,7 +145,7 @@ class GuardedPages:
         origin, host = headers.get("origin", b"").decode("latin-1"), headers.get("host", b"").decode("latin-1")
         if self._visit.token and origin and origin.partition("://")[2] != host:
             return Refusal(403, f"this server answers no pages of {origin[:200]}", "origin")
-        given = self._visit.given(headers.get("cookie", b""))
+        given = self._visit.given(headers.get("cookie", b""), scope.get("server"))
         return refusal(headers, self._visit.token, BODY, given, free=scope["path"] == ENTER and bool(self._visit.token))
 
 
@@ -233,10 +238,10 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
         return shown("runs.html", q=q, state=state, tag=tag, page=page, **rows.page(q, state, tag, page))
 
     @app.get(ENTER)
-    def enter(key: Text = "") -> Response:
+    def enter(request: Request, key: Text = "") -> Response:
         if not token:
             raise HTTPException(404)
-        return visit.enter(key)
+        return visit.enter(key, request.scope.get("server"))
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:
