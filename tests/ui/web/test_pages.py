@@ -9,12 +9,14 @@ import os
 import re
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing
 from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from tests.errors import raises
@@ -33,7 +35,7 @@ from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, read_trajectories, summarise
 from tilth.ui.listing import rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
-from tilth.ui.web.app import PageServer
+from tilth.ui.web.app import PageServer, make_app
 from tilth.ui.web.compare import interval
 from tilth.ui.web.follow import News, RunsFolder, UnknownRun
 
@@ -413,7 +415,44 @@ def test_pages_that_ask_for_the_same_at_once_share_an_answer(folder, monkeypatch
     assert asked == ["step", "tokens"]
 
 
+def test_an_answer_without_a_body_is_not_that_of_a_get(folder, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.app.SECONDS", 60.0)
+    client = client_of(folder)[0]
+    client.head("/runs/agents")
+    assert client.get("/runs/agents").status_code == 200
+
+
+def test_a_request_that_fails_leaves_no_lock(folder, monkeypatch):
+    def fail(*_):
+        raise RuntimeError
+
+    monkeypatch.setattr("tilth.ui.web.app.marks_of", fail)
+    pages, _ = make_app(folder)
+    answer = TestClient(pages, "http://127.0.0.1", False).get("/curves.json?run=ranks&metric=loss")
+    assert answer.status_code == 500 and not pages._locks
+
+
+def test_a_run_that_is_read_does_not_hold_up_others(folder, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.KEPT", -1)
+    runs = RunsFolder(folder)
+    with ThreadPoolExecutor(1) as other, runs.get("ranks").lock:
+        found = other.submit(runs.get, "agents")
+        wait([found], patience(5))
+        done = found.done()
+    assert done
+
+
 # ---- who may ask ----
+
+
+@pytest.mark.parametrize(
+    ("fetch", "status"),
+    [(("cross-site", "no-cors", "image"), 403), (("cross-site", "navigate", "iframe"), 403),
+     (("cross-site", "navigate", "document"), 200), (("same-origin", "cors", "empty"), 200)],
+)  # fmt: skip
+def test_images_of_other_sites_are_not_answered_without_a_token(client, fetch, status):
+    headers = dict(zip(("sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"), fetch))
+    assert client.get("/runs/agents", headers=headers).status_code == status
 
 
 def test_without_a_token_it_answers_this_machine_alone(folder):

@@ -120,22 +120,24 @@ class GuardedPages:
 
     async def _shared(self, scope: Scope, receive: Any, send: Any) -> None:
         """Send the answer that another page has just had, or make it for both."""
-        key = scope["path"], scope["query_string"]
+        key = scope["method"], scope["path"], scope["query_string"]
         lock = self._locks.setdefault(key, asyncio.Lock())
-        async with lock:
-            made, answer = self._answers.pop(key, (0.0, []))
-            if time.monotonic() - made > SECONDS:
-                answer, made = [], time.monotonic()
+        try:
+            async with lock:
+                made, answer = self._answers.pop(key, (0.0, []))
+                if time.monotonic() - made > SECONDS:
+                    answer, made = [], time.monotonic()
 
-                async def kept(message: MutableMapping[str, Any]) -> None:
-                    answer.append(message)
+                    async def kept(message: MutableMapping[str, Any]) -> None:
+                        answer.append(message)
 
-                await self._app(scope, receive, kept)
-            self._answers[key] = made, answer
-            for old in [*self._answers][:-KEPT]:
-                del self._answers[old]
-        if not lock.locked():
-            self._locks.pop(key, None)
+                    await self._app(scope, receive, kept)
+                self._answers[key] = made, answer
+                for old in [*self._answers][:-KEPT]:
+                    del self._answers[old]
+        finally:
+            if not lock.locked():
+                self._locks.pop(key, None)
         for message in answer:
             await send(message)
 
@@ -145,8 +147,17 @@ class GuardedPages:
         origin, host = headers.get("origin", b"").decode("latin-1"), headers.get("host", b"").decode("latin-1")
         if self._visit.token and origin and origin.partition("://")[2] != host:
             return Refusal(403, f"this server answers no pages of {origin[:200]}", "origin")
+        if not self._visit.token and _from_elsewhere(headers):
+            return Refusal(403, "without a token this server answers no pages of other sites", "sec-fetch-site")
         given = self._visit.given(headers.get("cookie", b""), scope.get("server"))
         return refusal(headers, self._visit.token, BODY, given, free=scope["path"] == ENTER and bool(self._visit.token))
+
+
+def _from_elsewhere(headers: dict[str, bytes]) -> bool:
+    """True for a request that a page of another site makes, as of an image, which has no Origin; a link may lead
+    here."""
+    linked = headers.get("sec-fetch-mode") == b"navigate" and headers.get("sec-fetch-dest", b"document") == b"document"
+    return headers.get("sec-fetch-site") == b"cross-site" and not linked
 
 
 class RunRoute(APIRoute):
@@ -253,7 +264,7 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     @app.get("/events")
     async def events(run: Text = "") -> Response:
         if run:
-            runs.get(run)
+            await asyncio.to_thread(runs.get, run)
         return EventSourceResponse(news.of(run), ping=15)
 
     @app.get("/curves.json")

@@ -88,10 +88,13 @@ class FollowedRun:
             return found
 
     def forget(self) -> None:
-        """Release the metrics; they are read again where they are asked for."""
-        with self.lock:
-            self.table, self._watch = MetricTable(self.path / "metrics.jsonl"), None
-            self._seen, self._new = 0.0, []
+        """Release the metrics, unless they are in use; they are read again where they are asked for."""
+        if self.lock.acquire(blocking=False):  # all other runs would wait for one that is read
+            try:
+                self.table, self._watch = MetricTable(self.path / "metrics.jsonl"), None
+                self._seen, self._new = 0.0, []
+            finally:
+                self.lock.release()
 
 
 def _written(run: Path) -> tuple[int, ...]:
