@@ -257,6 +257,14 @@ def test_older_steps_are_read_by_range(client):
     assert "has no events of steps 400:402" in page_of(client, "/runs/ranks/time?steps=400:402").words
 
 
+def test_a_torn_last_file_of_a_process_is_left_out(folder, tmp_path):
+    shutil.copytree(folder / "ranks", tmp_path / "ranks")
+    (tmp_path / "ranks" / "events" / "attempt-1-rank-0-000002.parquet").write_bytes(b"PAR1 torn")
+    client = client_of(tmp_path)[0]
+    assert "of attempt 1" in page_of(client, "/runs/ranks/time?steps=10:14").words
+    assert client.get("/runs/ranks/lanes.json?step=12").status_code == 200
+
+
 def test_health_has_a_heat_map_and_the_verdicts(client):
     page = page_of(client, "/runs/ranks/health")
     cells = [a["style"] for n, a in page.seen if n == "td" and "style" in a]

@@ -33,6 +33,8 @@ from tilth.ui.web.follow import FollowedRun
 
 NEWEST = 20
 """Newest steps that are shown where none are named."""
+TORN = 1 << 60
+"""Last step of a file that cannot be read: its process was killed while it wrote."""
 EVENTS = 1_500_000
 """Most events that are read for a page."""
 SECONDS = 60.0
@@ -67,7 +69,7 @@ def _covering(paths: Sequence[Path], steps: range) -> Sequence[Path]:
     """Return the files of one process, in order, with events of these steps."""
     first = bisect.bisect_left(paths, steps.start, key=_last_step)
     last = bisect.bisect_right(paths, steps.stop, key=_last_step)
-    return paths[first : last + 1]
+    return [path for path in paths[first : last + 1] if path != paths[-1] or _last_step(path) != TORN]
 
 
 def _last_step(path: Path) -> int:
@@ -75,7 +77,7 @@ def _last_step(path: Path) -> int:
     try:
         about = pq.read_metadata(path)
     except (pa.ArrowException, OSError):
-        return 1 << 60
+        return TORN
     place = about.schema.names.index("step")
     found = [about.row_group(i).column(place).statistics for i in range(about.num_row_groups)]
     return max((int(one.max) for one in found if one is not None and one.has_min_max), default=-1)
