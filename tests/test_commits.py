@@ -14,7 +14,7 @@ Choose Clip Close Collect Compare Compile Compress Compute Configure Construct C
 Declare Decode Delete Deny Describe Detect Discard Display Divide Document Drain Draft Draw Drive Drop Emit Encode End
 Enforce Escape Evaluate Exclude Expand Export Expose Extend Extract Fail Fill Find Fit Fix Flush Follow Fork Format
 Frame Freeze Gather Generate Give Grade Group Guard Halve Handle Hash Hide Hint Hold Implement Import Include Index
-Inline Install Isolate Join Journal Judge Keep Key Kill Learn Leave Limit List Load Lock Log Loosen Make Mark Mask
+Inline Install Isolate Join Journal Judge Keep Key Kill Learn Leave Limit List Load Label Lock Log Loosen Make Mark Mask
 Match Measure Merge Move Name Normalise Number Offer Omit Open Order Orthogonalise Overlap Pack Pad Parse Pass Pin
 Place Plan Play Plot Poll Predict Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank Read Rebuild
 Record Recover Reduce Refuse Reject Release Remove Rename Render Reorder Repeat Replace Replay Report Request Require
