@@ -11,7 +11,7 @@ BUDGETS = {
     "process": (700, 900),
     "sandbox": (1_060, 800),
     "rewards envs tasks": (4_880, 3_900),
-    "cluster": (5_480, 4_500),
+    "cluster": (5_490, 4_500),
     "data": (5_020, 2_600),
     "models": (4_900, 4_200),
     "parallel": (4_430, 3_000),
