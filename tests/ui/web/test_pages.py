@@ -161,6 +161,13 @@ def test_recoveries_are_marks(folder, tmp_path):
 # ---- trajectories ----
 
 
+def test_a_page_has_so_many_tokens_at_most_whatever_is_asked(client, monkeypatch):
+    whole = client.get("/runs/agents/group?step=1&group=7&tokens=50000").text
+    monkeypatch.setattr("tilth.ui.web.views.PAGE_TOKENS", 8)
+    monkeypatch.setattr("tilth.ui.web.app.SECONDS", 0.0)
+    assert len(client.get("/runs/agents/group?step=1&group=7&tokens=50000").text) < len(whole)
+
+
 def test_the_worst_answers_of_the_newest_step_come_first(client, folder):
     newest = max(row["step"] for row in read_trajectories(folder / "sums-a-001", columns=["step"]).to_pylist())
     page = page_of(client, "/runs/sums-a-001/trajectories")

@@ -33,8 +33,9 @@ from tilth.ui.web.views import TOKENS, RunList, group_page, head, lines_of, mark
 BODY = 1 << 16
 """Most bytes of a request's body; no route reads one."""
 SHARED = ("/runs/", "/curves.json")
-"""Beginnings of paths whose answers pages share that ask for the same within ``SECONDS``; ``KEPT`` are kept."""
-SECONDS, KEPT = 0.5, 16
+"""Beginnings of paths whose answers pages share that ask for the same within ``SECONDS``, if they have at most
+``LARGEST`` bytes."""
+SECONDS, LARGEST = 0.5, 1 << 20
 COOKIE = "tilth-{port}"
 """Name of the cookie; browsers send a cookie to every port of a host."""
 ENTER = "/enter"
@@ -132,8 +133,10 @@ class GuardedPages:
                         answer.append(message)
 
                     await self._app(scope, receive, kept)
-                self._answers[key] = made, answer
-                for old in [*self._answers][:-KEPT]:
+                if sum(len(message.get("body", b"")) for message in answer) <= LARGEST:
+                    self._answers[key] = made, answer
+                now = time.monotonic()
+                for old in [k for k, (then, _) in self._answers.items() if now - then > SECONDS]:
                     del self._answers[old]
         finally:
             if not lock.locked():

@@ -42,6 +42,8 @@ LOG = 1 << 16
 """Bytes at the end of a log that are shown."""
 TOKENS = 2_000
 """Most tokens of a sample that are shown."""
+PAGE_TOKENS = 100_000
+"""Most tokens of a page, which has as many of each sample."""
 CHARTS = 60
 """Most charts of one page."""
 SHAPES = {
@@ -338,6 +340,7 @@ def group_page(run: FollowedRun, step: int, group: int | None, one: int | None, 
     rows, pieces = group_of(run.path, step, group, one), pieces_of(run.path)
     if not rows:
         raise DataError(f"{run.path.name} has no such samples at step {step} on disk", key="step")
+    most = min(most, PAGE_TOKENS // len(rows))
     known = [name for name in COLOURINGS if any(numbers(row, name) is not None for row in rows)]
     asked, by = by, by if by in known else next(iter(known), "logprob")
     shown = [row | {"shown": sample(row, pieces, most, by)} for row in rows]
