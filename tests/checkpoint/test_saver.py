@@ -388,7 +388,7 @@ def test_a_large_file_of_which_one_half_fails(tmp_path, monkeypatch, stage):
     monkeypatch.setattr(stages, "stage", fail)
     with raises(StorageError, f"save.{stage}.rank0"):
         save(tmp_path, 1, {"g": large()}, {})
-    assert threading.active_count() == before and not list(tmp_path.iterdir())
+    assert threading.active_count() <= before and not list(tmp_path.iterdir())
 
 
 # ---- from a device ----
