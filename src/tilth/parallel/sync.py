@@ -189,6 +189,7 @@ class CompressedReducer(GradientReducer):
         table: Table,
         own: Mapping[str, Tensor],
     ) -> None:
+        self._grid = grid
         names = [name for name, layout in given.items() if self._compresses(name, layout, table)]
         for coder in self._coders:
             coder.names = frozenset(names)

@@ -7,7 +7,6 @@ so it is undone once, in the sum, by H H = 32.
 """
 
 import math
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -16,13 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilth.config.schema import CommConfig
-from tilth.core.layout import Layout
 from tilth.parallel.comm import Group
 from tilth.parallel.compress import Compressor, Dither, compressor_of
-from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import EXACT, GradientReducer, Pieces, split
 from tilth.parallel.sync import Coder, CompressedReducer, exchanged
-from tilth.plan.rules import Table
 
 BLOCK = 32
 """Values that are transformed together."""
@@ -59,17 +55,6 @@ class TwoLevelReducer(CompressedReducer):
     @property
     def _coders(self) -> list[Coder]:
         return [*super()._coders, self._within, self._across]
-
-    def bind(
-        self,
-        grid: ParallelDims,
-        given: Mapping[str, Layout],
-        updates: Mapping[str, Layout],
-        table: Table,
-        own: Mapping[str, Tensor],
-    ) -> None:
-        self._grid = grid
-        super().bind(grid, given, updates, table, own)
 
     @torch.no_grad()
     def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
