@@ -251,19 +251,6 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     def listed(q: Text = "", state: Number = "", tag: Text = "", page: Whole = 0) -> Response:
         return shown("runs.html", q=q, state=state, tag=tag, page=page, **rows.page(q, state, tag, page))
 
-    @app.get(ENTER)
-    def enter(request: Request, key: Text = "") -> Response:
-        if not token:
-            raise HTTPException(404)
-        return visit.enter(key, request.scope.get("server"))
-
-    @app.get("/static/{name}")
-    def static(name: str) -> Response:
-        if name not in assets.files:
-            raise HTTPException(404)
-        kind, data = assets.files[name]
-        return Response(data, media_type=kind, headers={"Cache-Control": "public, max-age=31536000, immutable"})
-
     @app.get("/events")
     async def events(run: Text = "") -> Response:
         if run:
@@ -338,8 +325,24 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
         run = runs.get(name)
         return shown("ranks.html", run, **health_page(run))
 
+    _serve_beside_pages(app, assets, visit)
     _answer_errors(app)
     return GuardedPages(app, visit), f"{ENTER}?key={visit.key}" if token else "/"
+
+
+def _serve_beside_pages(app: FastAPI, assets: Assets, visit: OneVisit) -> None:
+    @app.get(ENTER)
+    def enter(request: Request, key: Text = "") -> Response:
+        if not visit.token:
+            raise HTTPException(404)
+        return visit.enter(key, request.scope.get("server"))
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in assets.files:
+            raise HTTPException(404)
+        kind, data = assets.files[name]
+        return Response(data, media_type=kind, headers={"Cache-Control": "public, max-age=31536000, immutable"})
 
 
 def _linked(given: dict[str, str]) -> Callable[..., str]:

@@ -224,12 +224,7 @@ class News:
         if isinstance(before, tuple) and mark == before[:-1]:
             return before, ""
         last = int(table.column("step")[-1]) if len(table) else 0
-        news = {
-            "step": last,
-            "state": state["state"],
-            "head": self._head(name, look),
-            "version": list(table.version),
-        }
+        news = {"step": last, "state": state["state"], "head": self._head(name, look), "version": list(table.version)}
         if isinstance(before, tuple):
             news |= {"before": list(before[0]), "points": _points(table, before[0], before[-1])}
         return (*mark, last), json.dumps(news)
