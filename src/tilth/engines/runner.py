@@ -47,7 +47,7 @@ class DecodeStep(NamedTuple):
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """All that a device needs."""
+        """Inputs of the pass that go to a device."""
         return [self.ids, self.start, self.uniform, *self.rules.tensors]
 
 

@@ -103,7 +103,7 @@ class TrajectoryWriter:
                 ),
                 "conversations": pa.array([_conversations(row) for row in segments], pa.list_(pa.int32())),
                 "prompt_length": pa.array(prompt_lengths(columns["mask"])),
-                "length": pa.array([int(columns["mask"].row(i).sum()) for i in range(len(batch))], pa.int32()),
+                "length": pa.array([int(row.sum()) for row in columns["mask"].rows()], pa.int32()),
                 "reward": pa.array(rewards, pa.float32()),
                 "parts": pa.array(_parts(batch), pa.map_(pa.string(), pa.float32())),
                 "turn_rewards": pa.array(turns, pa.list_(pa.float32())),
