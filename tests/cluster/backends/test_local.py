@@ -25,6 +25,7 @@ from tilth.cluster.backends.local import LocalBackend, _listen, environment
 from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller.cluster import open_cluster
+from tilth.cluster.worker import reaper
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.trace import recorder
@@ -403,6 +404,14 @@ def test_a_lost_reaper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch,
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("tilth: the reaper of the workers (process ")
     assert ("killed by SIGKILL" if how == signal.SIGKILL else "has not ended within 2 s") in told[0]
+
+
+def test_a_process_that_ends_while_it_is_looked_up_is_no_error(monkeypatch):
+    """A worker that was killed ends at any moment of its replacement."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr("psutil.pid_exists", lambda pid: True)  # it was there a moment ago
+    assert [one.pid for one in reaper.running([ended.pid, os.getpid()])] == [os.getpid()]
 
 
 def test_imports_do_not_count_against_the_limit_of_a_call(tmp_path, monkeypatch):

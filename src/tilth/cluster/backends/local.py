@@ -18,8 +18,6 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from tilth.cluster.backends import control
 from tilth.cluster.backends.base import Call, Probe, Reply, place_of, settle
 from tilth.cluster.backends.capacity import check_room, cores, patience
@@ -256,8 +254,7 @@ class LocalBackend:
         return {link.rank: link.pid for link in self.links}
 
     def kill(self, ranks: Iterable[int]) -> None:
-        pids = [self.links[rank].pid for rank in ranks]
-        reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
+        reaper.kill(reaper.running(self.links[rank].pid for rank in ranks))
 
     @property
     def files(self) -> None:
@@ -318,7 +315,7 @@ class LocalBackend:
     def _kill(self) -> None:
         """Kill all workers and the processes that their roles have started."""
         pids = {link.pid for link in self.links} | {process.pid for process in self._processes.values()}
-        reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
+        reaper.kill(reaper.running(pids))
 
 
 def environment(workers: int) -> dict[str, str]:

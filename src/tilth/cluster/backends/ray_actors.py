@@ -133,11 +133,11 @@ class NodeAgent:
 
     def kill(self, pids: Sequence[int]) -> None:
         """Kill workers with their children, also stopped ones, which do not react to Ray."""
-        reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
+        reaper.kill(reaper.running(pids))
 
     def vacate(self, workers: Mapping[int, int]) -> None:
         """Wait until killed workers are gone, and forget them. workers: process id -> rank."""
-        psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], GONE)
+        psutil.wait_procs(reaper.running(workers), GONE)
         for rank in workers.values():
             self._watch.board.clear(rank)
 
@@ -167,7 +167,7 @@ class NodeAgent:
 
     def end(self, pids: Sequence[int], kill: bool) -> None:
         """Wait for the workers, kill those that stay (kill: all, at once) and their children, remove the directory."""
-        workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        workers = reaper.running(pids)
         _, left = psutil.wait_procs(workers, 0 if kill else GONE)
         reaper.kill(left)
         psutil.wait_procs(left, GONE)

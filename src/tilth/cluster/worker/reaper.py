@@ -19,10 +19,18 @@ def main(folder: str) -> None:
     for line in sys.stdin:
         if line.strip() == "done":
             return
-        if psutil.pid_exists(int(line)):
-            workers.append(psutil.Process(int(line)))
+        workers += running([int(line)])
     kill(workers)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def running(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return the processes of those ids that have one; any may end meanwhile."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def kill(workers: Iterable[psutil.Process]) -> None:
