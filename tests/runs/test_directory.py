@@ -19,7 +19,7 @@ from tests.errors import raises
 from tests.examples import examples
 from tilth.config.load import from_dict, load_recipe
 from tilth.core import write_queue
-from tilth.core.errors import DataError, RecipeError, StorageError, TilthError
+from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, TilthError, WorkerLost
 from tilth.core.lines import Lines, read_lines, replace
 from tilth.data import trajectories as trajectories_module
 from tilth.runs import directory as directory_module
@@ -93,6 +93,23 @@ def test_finished_runs_are_followed_by_a_new_number_unfinished_ones_continue(tmp
     with RunDir.create(r, "demo") as again:
         assert again.path == run.path and again.resumed and again.attempt == 2
         assert [a["state"] for a in read_state(again.path)["attempts"]] == ["interrupted", "running"]
+
+
+@pytest.mark.parametrize("lost", [WorkerLost, CallTimeout])
+def test_a_lost_writer_does_not_hide_why_a_run_failed(tmp_path, lost):
+    class Gone:
+        def flush(self, seconds):
+            raise lost("gone", key="role writer")
+
+    with pytest.raises(ZeroDivisionError), RunDir.create(recipe(tmp_path), "demo") as run:
+        run.trajectories = Gone()
+        _ = 1 / 0
+    state = read_state(run.path)
+    assert (state["state"], state["error"]) == ("failed", "ZeroDivisionError: division by zero")
+    with raises(lost, "role writer"), RunDir.create(recipe(tmp_path), "demo") as run:
+        run.trajectories = Gone()
+        run.end("finished")
+    assert read_state(run.path)["state"] == "failed"
 
 
 def test_a_failed_run_says_why_and_continues(tmp_path):

@@ -28,7 +28,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.clock import utc_now
-from tilth.core.errors import StorageError, TilthError
+from tilth.core.errors import CallTimeout, StorageError, TilthError, WorkerLost
 from tilth.core.files import make_folder, rename, writing
 from tilth.core.lines import Lines, replace
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, described, lost
@@ -309,7 +309,13 @@ class RunDir:
         """
         why = error or why
         self.log(f"attempt {self.attempt} {state} after step {self._last}" + (f": {why}" if why else ""))
-        trouble = self._wait(PATIENCE if state == "finished" else SLOW)
+        try:
+            trouble = self._wait(PATIENCE if state == "finished" else SLOW)
+        except (WorkerLost, CallTimeout):
+            if state == "finished":
+                raise
+            self.trajectories = TrajectoryFiles(self.path / TRAJECTORIES)  # the writer's rows end with it
+            trouble = self._wait(SLOW)
         memory = self._state.get("memory") or {"predicted": None}
         last = self._state["attempts"][-1] | {"ended": utc_now(), "state": state, "why": why}
         self._state.update(
