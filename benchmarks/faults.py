@@ -42,10 +42,10 @@ from driver import benchmark_parser, write_rows
 from faults_rivals import rivals
 from faults_rows import QUICK, ROWS, SLOW, Row
 from faults_run import MEMORY_GROUPS, MOUNT
+from tilth_studies.guard_replay import TIMES
 
 from tilth.analysis.events import load
 from tilth.analysis.run_whatif import analyse
-from tilth.launch.replay import TIMES
 from tilth.runs.readers import read_metrics, read_trajectories
 
 HANG_AFTER = 3.0

@@ -698,7 +698,7 @@ class GuardLocateCommand(NamedTuple):
     as_json: JsonOption = False
 
 
-@command("replay", "guard_replay:replay", guard)
+@command("replay", "studies.guard_replay:print_replay", guard)
 class GuardReplayCommand(NamedTuple):
     """Replay a step of a stored run on groups of its workers: did a device or the data make what was wrong?
 

@@ -37,7 +37,7 @@ from tilth.data.template import template_files
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.envs.process import file_of
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
-from tilth.flows.callbacks import Callback, notify
+from tilth.flows.callbacks import Callback, Until, notify
 from tilth.flows.contamination import count_seen
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.roles import Roles
@@ -53,7 +53,6 @@ from tilth.launch.hot_update import HotUpdates, leave_for_updated
 from tilth.launch.loader_plans import LoaderPlans
 from tilth.launch.planning import with_found_layouts
 from tilth.launch.profiling import Profiling
-from tilth.launch.replay import Until
 from tilth.launch.supervisor import Inherited
 from tilth.launch.survive import Survival, close, is_new, unchanged
 from tilth.launch.workers import threads

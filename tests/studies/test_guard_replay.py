@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from tilth_studies.drill import inject
+from tilth_studies.guard_replay import _copied, replay, shrunk
 from typer.testing import CliRunner
 
 from tests.config.test_plugins import forget
@@ -15,7 +16,6 @@ from tilth.cli.main import app
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError
 from tilth.flows.callbacks import Callback
-from tilth.launch.replay import _copied, replay, shrunk
 from tilth.runs.costs import COSTS, OFFLOAD
 from tilth.runs.loaders import LOADERS
 from tilth.training.engine import TrainEngine
@@ -59,7 +59,7 @@ def poisoned(tmp_path_factory):
 
 def test_a_step_that_is_right_comes_back_and_the_run_stays_as_it_was(poisoned):
     before = sorted(path.name for path in poisoned.rglob("*"))
-    found = replay(poisoned, 3, run_recipe)
+    found = replay(poisoned, 3)
     assert (found.checkpoint, found.verdict, found.recorded, found.ranks) == (2, None, True, (0,))
     assert [title.split(":")[0] for title in found.outcomes] == ["first", "second", "all"]
     assert len({outcome.bits for outcome in found.outcomes.values()}) == 1
@@ -81,19 +81,19 @@ def test_a_record_that_does_not_come_back_is_a_fault_that_has_gone(poisoned, tmp
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     lines[2]["loss"] += 1e-3
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    verdict = replay(other, 3, run_recipe).verdict
+    verdict = replay(other, 3).verdict
     assert (verdict.kind, verdict.ranks, verdict.details["cause"]) == ("corruption", (), "device")
 
 
 def test_what_cannot_be_replayed_is_refused(poisoned, tmp_path):
     with raises(DataError, "run.json"):
-        replay(tmp_path, 3, run_recipe)
+        replay(tmp_path, 3)
     with raises(DataError, "--step"):
-        replay(poisoned, 99, run_recipe)
+        replay(poisoned, 99)
     with pytest.raises(DataError, match="nearest are those of steps 2, 4, 6"):
-        replay(poisoned, 2, run_recipe)
+        replay(poisoned, 2)
     with raises(DataError, "--ranks"):
-        replay(poisoned, 3, run_recipe, ranks=[1])
+        replay(poisoned, 3, ranks=[1])
     refused = CliRunner().invoke(app, ["guard", "replay", str(poisoned), "--step", "3", "--ranks", "a"])
     assert refused.exit_code == 2 and "--ranks" in refused.output
 
@@ -102,12 +102,12 @@ def test_a_run_that_follows_clocks_or_draws_without_parity_is_refused(tmp_path):
     few = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}, "run": {"eval_prompts": 1}}
     run = tiny.run(tiny.recipe(tmp_path, rollout={"staleness": 1}, **few)).directory
     with raises(DataError, "rollout.staleness"):
-        replay(run, 1, run_recipe)
+        replay(run, 1)
     recipe = (run / "recipe.toml").read_text()
     synchronous = recipe.replace("staleness = 1", "staleness = 0").replace('speculate = "off"', 'speculate = "suffix"')
     (run / "recipe.toml").write_text(synchronous)
     with raises(DataError, "rollout.speculate"):
-        replay(run, 1, run_recipe)
+        replay(run, 1)
 
 
 @pytest.mark.parametrize("record", [COSTS, OFFLOAD, LOADERS])
@@ -126,11 +126,11 @@ def test_drafts_are_no_fault_and_without_parity_their_run_is_refused(tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[1]["draft/passes"] = 0.25  # a history that the copy does not have
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert replay(run, 2, run_recipe).verdict is None
+    assert replay(run, 2).verdict is None
     text = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(text.replace("parity = true", "parity = false"))
     with raises(DataError, "rollout.speculate"):
-        replay(run, 2, run_recipe)
+        replay(run, 2)
 
 
 def test_a_smaller_layout_keeps_what_holds_a_model_together():
@@ -155,6 +155,6 @@ class Flaky(Callback):
 @pytest.mark.dist
 def test_a_flaky_worker_is_named_and_no_other(tmp_path):
     run = saved(tmp_path, cluster={"backend": "local", "workers": 3}, policy={"layout": {"fsdp": 3}})
-    found = replay(run, 3, run_recipe, watch=lambda group: [Flaky(group.index(1))] if 1 in group else [])
+    found = replay(run, 3, watch=lambda group: [Flaky(group.index(1))] if 1 in group else [])
     assert (found.verdict.kind, found.verdict.ranks) == ("corruption", (1,))
     assert found.verdict.details == {"cause": "device", "majority": True, "again": True}

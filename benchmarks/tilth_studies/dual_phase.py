@@ -1,6 +1,6 @@
 """Dual-phase replay: find faulty machines by two rounds of group tests (ByteRobust, arXiv 2509.16293, section 5).
 
-``launch.replay`` runs it on a step of a stored run.
+``guard_replay`` runs it on a step of a stored run.
 
 z = m n machines replay a step twice, each time in n groups of m: first neighbours (x // m), then every n-th machine
 (x mod n). For m <= n two machines share at most one of their groups, so one faulty machine is where its groups meet.

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tilth_studies.dual_phase import DualPhase, GroupResult, judge
 
 from tests.errors import raises
 from tilth.core.errors import ArgumentError
-from tilth.guard.replay import DualPhase, GroupResult, judge
 
 SIZES = [(m, n) for n in range(1, 13) for m in range(1, n + 1)]
 

@@ -12,22 +12,24 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tilth.analysis.events import parse_ranks
+from tilth.api import run_recipe
 from tilth.checkpoint import complete
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import is_url
+from tilth.cli.main import GuardReplayCommand
 from tilth.config.axes import AXES, MODEL, over
 from tilth.config.checks import pools
 from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, NonFiniteError, TilthError
-from tilth.flows.callbacks import Callback, RunView
-from tilth.guard.replay import DualPhase, GroupResult, judge
+from tilth.flows.callbacks import Callback, Until
 from tilth.guard.verdict import Verdict
 from tilth.runs.costs import COSTS, OFFLOAD
 from tilth.runs.loaders import LOADERS
@@ -35,6 +37,7 @@ from tilth.runs.models import MODEL_FOLDER
 from tilth.runs.readers import checkpoints_of, read_metrics, read_state
 from tilth.runs.signals import Interrupted
 from tilth.runs.trust import load_recipe_of
+from tilth_studies.dual_phase import DualPhase, GroupResult, judge
 
 TIMES = (
     "seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle",
@@ -47,8 +50,6 @@ PLACES = tuple(f"data.{key}" for key in ("source", "mixture", "heldout", "templa
 CHANGED = ("run", "cluster", "guard", *LAYOUTS, *PLACES)
 """Keys that a replay changes."""
 NAME = "replay"
-RunRecipe = Callable[..., object]
-"""``tilth.api.run_recipe``."""
 Watch = Callable[[tuple[int, ...]], Sequence[Callback]]
 
 
@@ -66,9 +67,28 @@ class Replay:
     """By phase and ranks of a group."""
 
 
-def replay(
-    run: Path, step: int, run_recipe: RunRecipe, ranks: Sequence[int] = (), watch: Watch = lambda group: ()
-) -> Replay:
+def print_replay(options: GuardReplayCommand) -> None:
+    """Print the verdict."""
+    found = replay(options.run, options.step, parse_ranks(options.ranks) if options.ranks else ())
+    if options.as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    print("\n".join(_lines(found)))
+
+
+def _lines(found: Replay) -> list[str]:
+    kinds = list(dict.fromkeys(outcome.bits for outcome in found.outcomes.values()))
+    lines = [f"step {found.step}, from the checkpoint of step {found.checkpoint}"]
+    for title, outcome in found.outcomes.items():
+        lines.append(f"  {title}: result {kinds.index(outcome.bits) + 1}{'' if outcome.finite else ', not finite'}")
+    if found.recorded is not None:
+        lines.append(f"the metrics of the run came {'back' if found.recorded else 'not back'}")
+    if found.verdict is None:
+        return [*lines, "all groups compute the same finite numbers: nothing is wrong"]
+    return [*lines, f"{found.verdict.details['cause']}: {found.verdict.evidence}"]
+
+
+def replay(run: Path, step: int, ranks: Sequence[int] = (), watch: Watch = lambda group: ()) -> Replay:
     """Replay a step of a run twice on each of these workers (none: all), in two groupings.
 
     watch: callbacks of the replay by a group of ranks. DataError: no such step, no checkpoint before it, or a run that
@@ -83,7 +103,7 @@ def replay(
     found: dict[str, GroupResult] = {}
 
     def outcome(title: str, group: tuple[int, ...], made: Recipe) -> GroupResult:
-        given = _again(run, made, before, step, group, run_recipe, watch(group))
+        given = _again(run, made, before, step, group, watch(group))
         found[f"{title}: {', '.join(map(str, group))}"] = given
         return given
 
@@ -174,9 +194,8 @@ def shrunk(recipe: Recipe, workers: int) -> Recipe:
 
 
 def _again(
-    run: Path, recipe: Recipe, before: int, step: int, group: tuple[int, ...], run_recipe: RunRecipe,
-    callbacks: Sequence[Callback],
-) -> GroupResult:  # fmt: skip
+    run: Path, recipe: Recipe, before: int, step: int, group: tuple[int, ...], callbacks: Sequence[Callback]
+) -> GroupResult:
     """Resume a copy of the run, and stop after the step."""
     with tempfile.TemporaryDirectory(prefix="tilth-replay-") as root:
         made, problem = recipe.dump(), None
@@ -196,18 +215,6 @@ def _again(
 
 def _first_line(error: TilthError) -> str:
     return str(error).partition("\n")[0]
-
-
-class Until(Callback):
-    """End a run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Stop."""
-        if step >= self._step:
-            run.stop("the end of the replay")
 
 
 def _copied(run: Path, to: Path, step: int) -> Path:
