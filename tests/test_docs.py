@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tilth.config.axes import AXES
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted((DOCS / "packages").glob("*.md"))
@@ -83,3 +85,37 @@ def test_what_to_look_for_in_a_file_is_in_it(file, section):
     source = (ROOT / "src" / "tilth" / file).read_text()
     names = set(re.findall(r"(?<!\[)`(\w+)`", section))
     assert names and not [name for name in names if not re.search(rf"\b{name}\b", source)]
+
+
+LEVELS = {"CPU": ("tests/",), "pretended GPU": ("tests/test_gpu.py", "tests/gpu_free/test_pretended.py")}
+"""Level of the README's table -> files whose tests can show it."""
+CLAIMS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]*::[^|]*) \|$", (ROOT / "README.md").read_text(), re.M)
+
+
+def unshown(levels: str, shown: str) -> list[str]:
+    """Levels that no test of a row can show, and tests that do not exist."""
+    tests = re.findall(r"`([\w/.]+)::(\w+)`", shown)
+    missing = [f"{file}::{name}" for file, name in tests if f"def {name}(" not in _text(ROOT / file)]
+    return missing + [
+        level for level in levels.split(", ") if not any(f.startswith(LEVELS.get(level, ())) for f, _ in tests)
+    ]
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
+@pytest.mark.parametrize(("path", "levels", "shown"), CLAIMS, ids=[path for path, *_ in CLAIMS])
+def test_a_row_of_where_it_has_run_has_a_test_of_its_level(path, levels, shown):
+    assert not unshown(levels, shown)
+
+
+def test_every_axis_has_a_row_and_a_claim_without_a_test_is_seen():
+    assert set(AXES) <= set(re.findall(r"`(\w+)`", " ".join(path for path, *_ in CLAIMS)))
+    here = "`tests/test_docs.py::test_links_lead_somewhere`"
+    assert unshown("CPU", here) == []
+    assert unshown("CPU, measured", here) == ["measured"] and unshown("pretended GPU", here) == ["pretended GPU"]
+    assert unshown("CPU", "`tests/test_docs.py::test_no`, `tests/no.py::test_no`") == [
+        "tests/test_docs.py::test_no",
+        "tests/no.py::test_no",
+    ]
