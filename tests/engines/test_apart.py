@@ -22,7 +22,7 @@ from tilth.core.layout import Mesh
 from tilth.engines import apart
 from tilth.engines import draft as drafting
 from tilth.engines.apart import ApartDrafter, DraftTurn, taken
-from tilth.engines.drafter import Draft, DraftError
+from tilth.engines.drafter import Draft, Drafter, DraftError
 from tilth.engines.lockstep import check_divided
 from tilth.engines.protocol import EngineError
 from tilth.engines.stats import Stats
@@ -74,6 +74,19 @@ def amid(engine, happens):
     while engine.pending:
         found += engine.poll()
     return sorted(found, key=lambda t: t.id)
+
+
+class Sleeper(Drafter):
+    """A drafter that leaves a file when it sleeps."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def sleep(self):
+        self.path.touch()
+
+    def propose(self, rows, budget, least):
+        return [Draft() for _ in rows]
 
 
 @both
@@ -198,6 +211,14 @@ def test_a_row_that_begins_again_has_no_open_draft():
 def test_a_turn_tells_what_was_said_and_asks():
     reply = taken(drafter_of(0, [1, 2, 1]), DraftTurn(3, [("accept", ([0], [np.array([2])]))], [0], [2], 0.001))
     assert reply == (3, [Draft([1, 2], [0, 1])])
+
+
+def test_a_drafter_gives_its_memory_back_before_the_next_drafts(tmp_path):
+    drafter = ApartDrafter(partial(Sleeper, tmp_path / "slept"), Stats)
+    drafter.sleep()
+    up(drafter)
+    assert (tmp_path / "slept").exists()
+    drafter._pool.close()
 
 
 def test_an_error_of_the_drafter_reaches_the_engine():

@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from tests.engines.reference import draw, make_engine, make_model
-from tests.engines.test_apart import SOME, up
+from tests.engines.test_apart import SOME, amid, up
 from tests.engines.test_engine import MODEL
 from tests.engines.test_speculation import same
 from tests.errors import raises
+from tilth.config.load import load_recipe
 from tilth.config.schema import DraftConfig
 from tilth.core.random import stream
 from tilth.engines.draft_model import PAUSE, ModelDrafter
 from tilth.engines.drafter import DraftError, Drawn
 from tilth.engines.request import SamplingParams
 from tilth.models.attention import PackedContext
+from tilth.plan.layout import per_rank
+from tilth.plan.memory import BASE, DRAFTER
 
 OTHER = make_model(seed=1)
 RULES = [Drawn((7, 0)), Drawn((7, 1), 0.0), Drawn((3, 2), 0.7, 10, 0.9), Drawn((7, 3), 1.3, 0, 1.0, 0.05)]
@@ -111,6 +114,43 @@ def test_tokens_are_those_of_plain_decoding(seed):
     stats = engine.stats()
     assert stats.drafted_tokens and not engine._speculation._drafter._rows
     assert stats.acceptance > 0.95 if seed == 0 else 0 < stats.acceptance < 0.9
+
+
+def test_a_sleeping_engine_has_no_cache_of_drafts_and_goes_on_with_the_same_tokens():
+    plain = make_engine(MODEL, parity=True).generate(SOME)
+    engine = make_engine(MODEL, parity=True, draft=DraftConfig(tokens=6), drafter=made)
+    drafter = engine._speculation._drafter
+
+    def sleeps():
+        assert drafter._slab.nbytes > 0
+        engine.sleep()
+        assert drafter._slab.nbytes == 0
+        engine.wake_up()
+
+    same(amid(engine, sleeps), plain)
+    assert engine.stats().acceptance > 0.95 and drafter._slab.nbytes > 0
+
+
+def test_the_plan_of_memory_has_the_drafting_model():
+    """Its weights, and its cache as it is with so many rows of this length."""
+    shape = drafter = MODEL.config
+    keys = ["rollout.speculate=model", "rollout.draft.path=x", "rollout.max_rows=9", "model.context=200"]
+    recipe = load_recipe("addition-grpo", keys)
+    (worker,) = per_rank(recipe, shape, 150, loaded={DRAFTER: drafter})
+    found = {item.name: item.bytes for item in worker.memory.held}
+    own = made()
+    assert found["drafting model"] == sum(p.nbytes for p in make_model(seed=0).parameters())
+    for row in range(9):
+        own.begin(row, np.zeros(1, np.int64), np.zeros(0, np.int64))
+    for length in range(64, 151):
+        own._fit(length)
+    assert own._slab.nbytes <= found["drafting model's KV cache"] < 1.3 * own._slab.nbytes
+    assert "process of the drafting model" not in found
+    (alone,) = per_rank(recipe, shape, 150)
+    assert worker.memory.certain(gpu=False) - alone.memory.certain(gpu=False) == found["drafting model"]
+    recipe = load_recipe("addition-grpo", [*keys, "rollout.draft.apart=true"])
+    (apart,) = per_rank(recipe, shape, 150, loaded={DRAFTER: drafter})
+    assert apart.memory.peak >= worker.memory.peak + BASE
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 A copy of pageable memory to a GPU waits until the device has done all that it was given, whatever ``non_blocking`` is.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,6 +49,15 @@ def unpacked(flat: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         flat[begin : begin + array.nbytes].view(dtype).view(array.shape)
         for begin, array, dtype in zip(_ends(arrays), arrays, dtypes)
     ]
+
+
+def return_memory(device: torch.device) -> None:
+    """Give memory that is free, of a device and of this process, back to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _ends(arrays: Sequence[np.ndarray]) -> list[int]:

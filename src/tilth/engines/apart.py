@@ -170,6 +170,13 @@ class ApartDrafter(Drafter):
         if not self._late:
             self._ask(rows, budget, least)
 
+    def sleep(self) -> None:
+        """Let the process give its memory back, now and not with the next drafts."""
+        self._hear(0.0)
+        self._tell("sleep")
+        if self._child is not None:
+            self._ask([], [], 0.0)
+
     def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[Draft]:
         """Return the drafts that were asked for, of other rows new ones; none if the process is late or lost."""
         self._hear(0.0)

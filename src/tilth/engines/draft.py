@@ -139,6 +139,10 @@ class Speculation:
         """Take a request out of flight."""
         self._drafter.forget(id)
 
+    def sleep(self) -> None:
+        """Give the drafter's memory back, while no row is in a lane."""
+        self._drafter.sleep()
+
     def drafts(self, lane: LengthBucket, most: int) -> dict[int, Draft]:
         """Return the drafts of rows that have one, of ``most`` tokens at most; their blocks are taken."""
         found: dict[int, Draft] = {}

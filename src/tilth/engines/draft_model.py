@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.core.device import return_memory
 from tilth.engines.cache import KVCache
 from tilth.engines.drafter import USUAL, Draft, Drafter, DraftError, Drawn
 from tilth.engines.request import Request, SamplingParams
@@ -23,10 +24,8 @@ from tilth.models.decoder import Decoder
 from tilth.models.inputs import ModelInput
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
-from tilth.plan.kernels import ROWS, round_up, slots_for
+from tilth.plan.kernels import DRAFT_WIDTH, ROWS, round_up, slots_for
 
-WIDTH = 64
-"""Most tokens of a row in a pass, of those that the model has not seen."""
 PAUSE = 16
 """Proposals without a draft between two that measure, where drafts are not worth it."""
 
@@ -63,12 +62,16 @@ class ModelDrafter(Drafter):
         made.model.fuse()
         made.load_(weights)
         self._runner = Runner(made.model, False, False, self.device, ROWS)
-        self._slab = KVCache(config, dtype, self.device, latent=True)
+        self._dtype = dtype
+        self._slab = self._new_slab()
         self._rows: dict[int, _Chain] = {}
         self._free = list[int]()
         """Rows of the cache."""
         self._hits, self._tries = 1.0, 2.0
         """Guesses that were right, and guesses behind right ones; older ones count less."""
+
+    def _new_slab(self) -> KVCache:
+        return KVCache(self.config, self._dtype, self.device, latent=True)
 
     def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray, drawn: Drawn = USUAL) -> None:
         text = [*prompt.tolist(), *completion.tolist()]
@@ -124,7 +127,7 @@ class ModelDrafter(Drafter):
     @torch.inference_mode()
     def _extend(self, rows: Sequence[_Chain]) -> None:
         """Draw a token behind text and chain of each row, or compute tokens before it that the model has not seen."""
-        pending = [(row.text + row.chain)[row.computed : row.computed + WIDTH] for row in rows]
+        pending = [(row.text + row.chain)[row.computed : row.computed + DRAFT_WIDTH] for row in rows]
         whole = [row.computed + len(some) == len(row.text) + len(row.chain) for row, some in zip(rows, pending)]
         slots, width = [row.slot for row in rows], max(map(len, pending))
         ids, start = np.full((max(slots) + 1, width), -1, np.int64), np.zeros(max(slots) + 1, np.int64)
@@ -172,6 +175,14 @@ class ModelDrafter(Drafter):
         row.computed = min(row.computed, len(row.text) + stands)
         row.chain = row.chain[stands:] if stands == len(said) else []
         row.text += said
+
+    def sleep(self) -> None:
+        """Give the KV cache back. Chains stay what the model says; their KV is computed anew."""
+        rows, self._slab = self._slab.rows, self._new_slab()
+        self._slab.layout(rows, 0)
+        for row in self._rows.values():
+            row.computed, row.drafted = 0, -1
+        return_memory(self.device)
 
     def forget(self, row: int) -> None:
         if (gone := self._rows.pop(row, None)) is not None:

@@ -69,6 +69,10 @@ class Drafter(Protocol):
         """Take what the next ``propose`` of these rows is likely to ask for."""
         return
 
+    def sleep(self) -> None:
+        """Give memory back that ``propose`` takes again. Rows stay known; ``begin`` comes before their next drafts."""
+        return
+
     def grow(self) -> bool:
         """Guess on, a little, from what is likely to be said next; False if there is nothing to do for now."""
         return False

@@ -1,6 +1,5 @@
 """The native generation engine: continuous batching of requests over one model, its weights and its KV cache."""
 
-import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from tilth.config.schema import DraftConfig, LoraConfig
 from tilth.core.checksum import checksum
-from tilth.core.device import to_device
+from tilth.core.device import return_memory, to_device
 from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.trajectory import Finish, Trajectory
@@ -602,11 +601,9 @@ class Engine(GenerationEngine):
         self._interrupt()
         self.reset_prefix_cache()
         self._lanes, self._store, self._staging, self._released = {}, self._new_store(), self._new_slab(), True
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        if self._speculation is not None:
+            self._speculation.sleep()
+        return_memory(self.device)
 
     def wake_up(self) -> None:
         self._released = False

@@ -22,7 +22,7 @@ from tilth.config.open_sets import optimizer_states
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.core.errors import DataError, ModelError, RecipeError
+from tilth.core.errors import DataError, RecipeError
 from tilth.core.layout import Mesh
 from tilth.core.memory import Room, host_memory
 from tilth.core.random import stream
@@ -44,13 +44,13 @@ from tilth.models.family import new_config
 from tilth.models.hub import fetched
 from tilth.plan.fit import MemoryUse, places, remedies, verdict
 from tilth.plan.layout import RankPlan, check_shape, place
-from tilth.plan.memory import on_many_machines
+from tilth.plan.memory import DRAFTER, on_many_machines
 from tilth.plan.packing import divide
 from tilth.plan.schedule import ranks_held
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.model_refs import find_checkpoint, split_spec
-from tilth.runs.models import LoadedModel, choose_tokenizer, load_beginning, load_model, load_of_role
+from tilth.runs.models import LoadedModel, choose_tokenizer, load_beginning, load_drafter, load_model, load_of_role
 
 _WORKERS = "tilth.launch.workers"
 
@@ -132,12 +132,13 @@ def build(
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = model_config(recipe, loaded, tokenizer)
     others = loaded_models(recipe)
-    check_shape(recipe, config, {role: model.config for role, model in others.items()})
+    shapes = {role: model.config for role, model in others.items()}
+    check_shape(recipe, config, shapes)
     for role, model in others.items():
         if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
     if recipe.rollout.draft.path:
-        _check_drafter(recipe, config, tokenizer)
+        shapes[DRAFTER] = _check_drafter(recipe, config, tokenizer)
     generates = pool is not None or bool(recipe.reward.model or recipe.rollout.environment or recipe.grades)
     if isinstance(material, PretrainTexts):
         data = _documents(recipe, material, tokenizer)
@@ -156,7 +157,7 @@ def build(
         heldout_prompts=len(data.heldout),
         longest_prompt=data.longest,
         generates=generates,
-        loaded={role: model.config for role, model in others.items()},
+        loaded=shapes,
     )
     plan = planned(resolved(recipe))
     for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
@@ -259,17 +260,15 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     _check_context(recipe, loaded.config, f"{key} = {loaded.run or loaded.source}", key=f"{key}.context")
 
 
-def _check_drafter(recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> None:
-    """Raise RecipeError unless the drafting model has the policy's vocabulary and context."""
+def _check_drafter(recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
+    """Return the shape of the drafting model. RecipeError unless it has the policy's vocabulary and context."""
     key, path = "rollout.draft.path", recipe.rollout.draft.path
-    try:
-        drafter = load_model(path)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}", key=key) from error
+    drafter = load_drafter(recipe, load_model)
     if drafter.config.vocab_size != config.vocab_size:
         theirs = f"a vocabulary of {drafter.config.vocab_size} tokens, and the policy one of {config.vocab_size}"
         raise RecipeError(f"{key} = {path} has {theirs}; both need the same", key=f"{key}.vocab_size")
     _check_tokens(recipe, key, drafter, tokenizer)
+    return drafter.config
 
 
 def _check_context(recipe: Recipe, config: DecoderConfig, model: str, *, key: str) -> None:

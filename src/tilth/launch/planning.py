@@ -31,9 +31,10 @@ from tilth.models.hf import read_config
 from tilth.models.hub import fetched
 from tilth.plan.costs import load_costs
 from tilth.plan.devices import DEVICES, DeviceType, device_type
+from tilth.plan.memory import DRAFTER
 from tilth.plan.search import SearchInput, SearchResult, find_mapping
 from tilth.plan.shape import DecoderShape
-from tilth.runs.models import LoadedModel, choose_tokenizer, load_model, load_of_role
+from tilth.runs.models import LoadedModel, choose_tokenizer, load_drafter, load_model, load_of_role
 from tilth.training.rate import measured_flops
 
 MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
@@ -91,9 +92,10 @@ def described_model(spec: str, group: str = "") -> LoadedModel:
 
 
 def described_models(recipe: Recipe) -> dict[str, DecoderConfig]:
-    """Return role -> shape of its model, for roles that load one of their own."""
+    """Return role -> shape of its model, for roles that load one of their own; and that of the drafting model."""
     named = [role for role, spec in roles_of(recipe).items() if spec.path(recipe)]
-    return {role: load_of_role(role, recipe, described_model).config for role in named}
+    found = {role: load_of_role(role, recipe, described_model).config for role in named}
+    return found | {DRAFTER: load_drafter(recipe, described_model).config} if recipe.rollout.draft.path else found
 
 
 # ---- the mapping search ----

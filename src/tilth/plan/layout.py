@@ -15,7 +15,7 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.lora import adapter_rows, adapter_shapes
-from tilth.plan.memory import BASE, Memory, Need, together
+from tilth.plan.memory import BASE, DRAFTER, Memory, Need, together
 from tilth.plan.pipeline import ON_STAGES, Stages, chunks_of, in_flight, misfit_stages, stages_of, waiting
 from tilth.plan.reshard import generation_ranks
 from tilth.plan.rules import ENCODERS, VALUE_HEAD, Table, along_model, rule_of
@@ -326,13 +326,16 @@ def per_rank(
 ) -> list[RankPlan]:
     """Return the predicted memory of each worker, for sequences of at most ``longest`` tokens.
 
-    generates: True if the run has a rollout engine. loaded: role -> shape of its model if that is not the policy's.
-    Raises RecipeError, see ``place`` and ``check_shape``.
+    generates: True if the run has a rollout engine. loaded: role -> shape of its model if that is not the policy's; and
+    that of the drafting model (``DRAFTER``). Raises RecipeError, see ``place`` and ``check_shape``.
     """
     placed = place(recipe, generates=generates)
     check_shape(recipe, shape, loaded)
     shapes = loaded or {}
-    seats = {role: _seats(recipe, role, p, shapes.get(role, shape), longest) for role, p in placed.items()}
+    seats = {
+        role: _seats(recipe, role, p, shapes.get(role, shape), longest, shapes.get(DRAFTER))
+        for role, p in placed.items()
+    }
     workers = []
     for rank in range(sum(pools(recipe).values())):
         mine = tuple(seats[role][rank] for role, p in placed.items() if rank in seats[role])
@@ -340,7 +343,9 @@ def per_rank(
     return workers
 
 
-def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> dict[int, Seat]:
+def _seats(
+    recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, drafter: DecoderShape | None
+) -> dict[int, Seat]:
     spec = ROLES[role]
 
     @cache
@@ -348,7 +353,7 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
         if spec.memory is None:
             return 0, Need(())
         part = ShardFactors(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, rank)
-        return part.elements, resolve(spec.memory)(recipe, part, longest)
+        return part.elements, resolve(spec.memory)(recipe, part._replace(drafter=drafter), longest)
 
     mesh = placed.mesh  # copies need the same
     return {rank: Seat(role, mesh.at(rank), *need(mesh.along(rank, *mesh.copies)[0])) for rank in placed.ranks}

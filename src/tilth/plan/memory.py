@@ -16,6 +16,7 @@ from tilth.plan.working import (
     EngineDemand,
     Item,
     ShardFactors,
+    drafting,
     element_of,
     generation,
     kv_cache,
@@ -33,6 +34,8 @@ CUDA = 500 * 2**20
 """Bytes of a process's CUDA context with loaded kernels (approximate; published measurements)."""
 CERTAIN = ("parameters", "optimizer state", "model", "weights")
 """Suffixes of names of items whose size does not depend on the data."""
+DRAFTER = "rollout.draft"
+"""The drafting model's name among shapes of loaded models, which are named by their roles."""
 
 
 class Memory(NamedTuple):
@@ -152,9 +155,25 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
         cut = cut._replace(elements=cut.elements - _shared(cut, recipe.policy.layout.tp // r.layout.tp))
     names = "engine's copy of the weights", "KV cache"
     records = recipe.train.routing != "own" and recipe.flow_spec.samples
-    needs = [_engine_need(recipe, cut, r.layout.tp, asked, names, routing=records) for asked in most]
+    needs = [
+        _beside_drafts(recipe, cut, asked, _engine_need(recipe, cut, r.layout.tp, asked, names, routing=records))
+        for asked in most
+    ]
     need = max(needs, key=lambda need: total((*need.held, *need.generation)))
     return need._replace(held=(*need.held, *_relay(recipe, cut, 1 if on_many_machines(recipe) else cut.ranks)))
+
+
+def _beside_drafts(recipe: Recipe, cut: ShardFactors, asked: EngineDemand, need: Need) -> Need:
+    """Return the need of an engine and of its drafting model, whole on each rank; apart, in a process of its own that
+    computes while the engine does."""
+    if cut.drafter is None:
+        return need
+    held, working = drafting(recipe, cut.drafter, asked, element_of(recipe))
+    if not recipe.rollout.draft.apart:
+        return need._replace(held=(*need.held, *held), generation=max(need.generation, working, key=total))
+    process = [Item("process of the drafting model", BASE, host=True)]
+    process += [Item("CUDA context of the drafting model", CUDA)] if on_gpu(recipe) else []
+    return need._replace(held=(*need.held, *held, *process), generation=(*need.generation, *working))
 
 
 def has_relay(recipe: Recipe) -> bool:

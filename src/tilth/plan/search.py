@@ -26,7 +26,7 @@ from tilth.plan.costs import Costs
 from tilth.plan.devices import DeviceType
 from tilth.plan.layout import Placed, check_shape, cut, replica_counts
 from tilth.plan.mapping import MappingProblem, Option, Options, RoleMapping, search
-from tilth.plan.memory import BASE, CUDA, TOKEN, Need
+from tilth.plan.memory import BASE, CUDA, DRAFTER, TOKEN, Need
 from tilth.plan.pipeline import chunks_of
 from tilth.plan.schedule import ranks_held
 from tilth.plan.shape import DecoderShape, parameters, token_flops
@@ -223,7 +223,7 @@ def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]
         try:
             check_cluster(recipe)
             check_shape(recipe, given.shape, given.loaded)
-            part = _part(given, recipe, role, placed, shape)
+            part = _part(given, recipe, role, placed, shape)._replace(drafter=given.loaded.get(DRAFTER))
             share_of(given, recipe, role, placed, shape)
         except (RecipeError, ScheduleError, PlanError):  # this layout cannot run
             continue

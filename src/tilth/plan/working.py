@@ -17,6 +17,7 @@ from tilth.plan.kernels import (
     CACHED_ELEMENTS,
     CAUSAL_UP_TO,
     CHOICE_ELEMENTS,
+    DRAFT_WIDTH,
     KEYS,
     MASKED_UP_TO,
     PASS,
@@ -30,7 +31,7 @@ from tilth.plan.kernels import (
     slots_for,
 )
 from tilth.plan.offload import HostRates, OffloadLimits, ratios
-from tilth.plan.shape import DecoderShape, cached_widths, kv_bytes, layer_width, matrices, routing_bytes
+from tilth.plan.shape import DecoderShape, cached_widths, kv_bytes, layer_width, matrices, parameters, routing_bytes
 
 FP32 = 4
 SLACK = 0.35
@@ -99,6 +100,8 @@ class ShardFactors(NamedTuple):
     """Ranks that divide the updates of its parameters, and of its experts."""
     units: int = 1
     """Ranks of which a row is on as many as it takes."""
+    drafter: DecoderShape | None = None
+    """Shape of the model that drafts for an engine; None: there is none."""
 
     @property
     def learned(self) -> int:
@@ -440,15 +443,44 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
     """
     chunk = PROMPT_CHUNK if asked.prompt > PROMPT_CHUNK else asked.computed * asked.prompt
     tokens = max(asked.rows, min(recipe.rollout.step_tokens, chunk))
+    pairs = max(min(tokens, chunk) * asked.prompt, asked.rows * slots_for(asked.longest))
+    return (
+        Item("activations of generation", _pass_bytes(recipe, shape, tokens, pairs, element)),
+        Item("logits of generation", _choice(recipe, vocab, asked)),
+    )
+
+
+def _pass_bytes(recipe: Recipe, shape: DecoderShape, tokens: int, pairs: int, element: int) -> int:
+    """Return bytes of activations of a pass without gradients. pairs: of tokens with slots that they attend to."""
     pairs_wide = shape.experts_per_token * (2 * shape.expert_size + 2 * shape.hidden_size) + 2 * shape.shared_size
     inner = max(2 * shape.intermediate_size * bool(shape.dense_layers), pairs_wide)
     widest = max(inner, 6 * shape.num_heads * shape.head_dim) + 2 * shape.hidden_size
-    pairs = max(min(tokens, chunk) * asked.prompt, asked.rows * slots_for(asked.longest))
     scores = 0 if on_gpu(recipe) else 2 * shape.num_heads * pairs
-    return (
-        Item("activations of generation", (tokens * widest + scores) * element),
-        Item("logits of generation", _choice(recipe, vocab, asked)),
-    )
+    return (tokens * widest + scores) * element
+
+
+def drafting(
+    recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element: int
+) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """Return the weights and the cache of a drafting model beside an engine, and the working set of its pass.
+
+    Its cache has a row for each of the engine's, doubled as they come, and grows with the longest of them.
+    """
+    rows, size, widths = ROWS, 0, cached_widths(shape)
+    while rows < asked.rows:
+        rows *= 2
+    first = min(asked.prompt + 1, DRAFT_WIDTH)  # a prompt comes in parts
+    lengths = *range(first, asked.longest, KEYS), asked.longest
+    capacities = {round_up(slots_for(tokens), ROWS) for tokens in lengths}
+    for capacity in sorted(capacities):
+        size = grown(size, rows * capacity)
+    alike = 2 if len(widths) == 2 and widths[0] == widths[1] else 1
+    cache = int(size * kv_bytes(shape, element) * (1 + 1 / (alike * shape.num_layers)))
+    tokens = rows * min(asked.longest, DRAFT_WIDTH)
+    used = _pass_bytes(recipe, shape, tokens, tokens * max(capacities), element)
+    held = Item("drafting model", parameters(shape) * element), Item("drafting model's KV cache", cache)
+    logits = Item("logits of drafting", _choice(recipe, shape.vocab_size, asked))
+    return held, (Item("activations of drafting", used), logits)
 
 
 def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:

@@ -107,6 +107,14 @@ def load_of_role(role: str, recipe: Recipe, load: Callable[[str, str], LoadedMod
         raise ModelError(f"{spec.loads}: {error}", key=spec.loads) from error
 
 
+def load_drafter(recipe: Recipe, load: Callable[[str, str], LoadedModel]) -> LoadedModel:
+    """Load the drafting model. ModelError names the key of its path."""
+    try:
+        return load(recipe.rollout.draft.path, "")
+    except ModelError as error:
+        raise ModelError(f"rollout.draft.path: {error}", key="rollout.draft.path") from error
+
+
 def load_beginning(recipe: Recipe) -> LoadedModel:
     """Return the model of ``model.path``; in flow reward_model a reward model with its head if it is one.
 
