@@ -101,6 +101,28 @@ def test_parts_of_a_journal_that_have_no_episode_to_recall_are_not_read(tmp_path
     assert len(paths) == 4 and len([*tmp_path.iterdir()]) == 5
 
 
+def test_parts_that_no_resume_needs_are_dropped(tmp_path, monkeypatch):
+    """Of this rank and of earlier attempts, whose last part has no end; a replay needs all."""
+    monkeypatch.setattr(journal_module, "PART", 1)
+    first = attempt(tmp_path, 1, 1)
+    first.write(0, Heard(Asked(0, "begin", {}), 0))
+    other, own = attempt(tmp_path, 2, 0), attempt(tmp_path, 2, 1)
+    for journal in (other, own):
+        for episode in (1, 2):
+            journal.write(0, Heard(Asked(episode, "begin", {}), 0))
+            journal.end_part()
+    own.recall([0], 0)
+    own.forget(1, files=False)
+    assert own._all.keys() == {1} and len([*tmp_path.iterdir()]) == 7
+    own.forget(2, files=True)
+    left = ["2-rank-0-part-000000", "2-rank-0-part-000001", "2-rank-0-part-000002"]
+    left += ["2-rank-1-part-000001", "2-rank-1-part-000002"]
+    assert sorted(path.stem.removeprefix("attempt-00000") for path in tmp_path.iterdir()) == left
+    later = ObservationJournal(tmp_path / "attempt-000003-rank-0-part-000000.jsonl", [first.path, own.path])
+    later.recall([0, 2], 0)  # parts that are gone by then have nothing
+    assert not later.known
+
+
 @pytest.mark.parametrize("said", ["raise", "hang"])
 def test_a_failure_is_repeated(pool, tmp_path, said):
     pool.timeout = 1.0

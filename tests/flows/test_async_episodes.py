@@ -89,6 +89,20 @@ def test_a_run_without_a_journal_of_environments_is_not_repeated(tmp_path, ran):
         tiny.run(recipe(tmp_path / "again"), reward=None, replay=copied)
 
 
+def test_what_environments_said_is_dropped_where_neither_resume_nor_replay_needs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.envs.journal.PART", 1)
+    how = {"run": {"save_every": 1}, "algorithm": {"steps": 5}}
+    drafts = {"rollout": {"speculate": "suffix"}}
+    with pytest.raises(PluginError):
+        tiny.run(recipe(tmp_path, **how, **drafts), reward=None, name="drops", callbacks=[Falls(3)])
+    drops = tiny.run(recipe(tmp_path, **how, **drafts), reward=None, name="drops")
+    check_once(drops, 5, prompts=4)
+    check_resumed(drops)
+    keeps = tiny.run(recipe(tmp_path, **how), reward=None, name="keeps")
+    left, every = (len([*(run.directory / "observations").glob("attempt-*")]) for run in (drops, keeps))
+    assert left < every == 6
+
+
 DRAWS = PLUGIN.replace('"content": "1+1="', '"content": draw() + "="')
 DRAWS = DRAWS.replace("sum(len(said) for said in self.said) % 3", "CHANCE.random()")
 DRAWS += """

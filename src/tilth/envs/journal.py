@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tilth.core.files import make_folder
+from tilth.core.files import make_folder, writing
 from tilth.core.lines import Lines, iterate_lines
 from tilth.envs.process import Asked
 
@@ -19,6 +19,7 @@ FORMAT = 2
 """Of the lines."""
 PART = 1 << 20
 """Bytes of a part of an attempt's journal, beyond which ``end_part`` ends it."""
+_PART = re.compile(r"attempt-(\d+)-rank-(\d+)-part-")
 _END = re.compile(rb"\n\[(\d+)\]\n\Z")
 Status = Literal["ok", "error", "timeout", "died", "differs"]
 
@@ -45,6 +46,8 @@ class ObservationJournal:
         self._highest = math.inf if path.exists() else -1
         """Highest episode in the file; inf: unknown."""
         self._lines = Lines(path, text=True)
+        self._highests = dict[Path, float]()
+        """Highest episodes of other parts."""
         self._all: dict[int, list[Heard]] | None = None
         self.known: dict[int, list[Heard]] = {}
         """Episode -> its requests and answers, in order."""
@@ -95,6 +98,27 @@ class ObservationJournal:
         self.path = self.path.with_name(f"{stem}-{int(number) + 1:06d}.jsonl")
         self._lines, self._highest = Lines(self.path, text=True), -1
 
+    def forget(self, below: int, *, files: bool) -> None:
+        """Forget episodes below this one, which are not asked for any more. files: drop the parts that have no others,
+        this rank's and those of earlier attempts; False where a replay needs them. StorageError."""
+        self._all = None if self._all is None else {i: heard for i, heard in self._all.items() if i >= below}
+        if not files:
+            return
+        attempt, rank = map(int, _PART.findall(self.path.name)[0])
+        for path in sorted(self.path.parent.glob("attempt-*.jsonl")):
+            found = _PART.match(path.name)
+            mine = found is not None and (int(found[1]) < attempt or int(found[2]) == rank)
+            if mine and path != self.path and self._newest(path) < below:
+                with writing(path):
+                    path.unlink(missing_ok=True)
+
+    def _newest(self, path: Path) -> float:
+        """Return the highest episode of a part, which is read once where an attempt has left it without its end."""
+        if path not in self._highests:
+            found = _highest(path)
+            self._highests[path] = found if found < math.inf else max(_read([path]), default=-1)
+        return self._highests[path]
+
     def sync(self) -> None:
         """Flush all answers to disk. StorageError."""
         self._lines.sync()
@@ -119,8 +143,12 @@ def _read(paths: Iterable[Path], least: int | None = None) -> dict[int, list[Hea
 
 
 def _highest(path: Path) -> float:
-    """Return the highest episode of a part that has been ended; inf for another file, which may have any."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 32))
-        found = _END.search(file.read())
+    """Return the highest episode of a part that has been ended; inf for another file, which may have any; -1 for one
+    that is not there."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 32))
+            found = _END.search(file.read())
+    except FileNotFoundError:  # another rank has dropped it
+        return -1
     return int(found[1]) if found else math.inf

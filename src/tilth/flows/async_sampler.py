@@ -30,7 +30,7 @@ from tilth.flows.weight_sync import Publisher
 from tilth.plan.repack import ReplicaLimits
 from tilth.roles.relay import Publication
 from tilth.roles.rollout import Ended, ask
-from tilth.runs.events import AsyncLog
+from tilth.runs.events import AsyncLog, repeats
 from tilth.trace.spans import span
 
 FLYING = "flying"
@@ -248,7 +248,8 @@ class AsyncSampler(Sampler):
                 limits=holds if r.repack else None,
                 pull=None if self._publisher is None else self._pull,
             )
-            self._log_tokens(rollout, least=min((first for first, *_ in self.state.flying), default=0))
+            least = min((first for first, *_ in self.state.flying), default=0)
+            self._log_tokens(rollout, least=least, keeps=repeats(self.recipe))
             if self._publisher is not None:
                 self._publisher.offer = self.replicas.offer
         return self.replicas

@@ -111,7 +111,7 @@ class RolloutWorker:
         """Of the tokens of samples in flight, where they may go on elsewhere."""
         self._observed: ObservationJournal | None = None
         """Of what the environments of samples in flight say."""
-        self._least = 0
+        self._least, self._keeps = 0, True
         self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
@@ -336,17 +336,20 @@ class RolloutWorker:
     # ---- samples that may go on elsewhere ----
 
     @transfer(split="all", gather="first")
-    def log_to(self, folder: str, attempt: int, version: int, *, least: int = 0, complete: bool = False) -> None:
+    def log_to(
+        self, folder: str, attempt: int, version: int, *, least: int = 0, complete: bool = False, keeps: bool = True
+    ) -> None:
         """Log the tokens of samples in flight in this folder until ``begin``, see ``PrefixLog``, and what environments
         say where ``journal_to`` has told. For engines that can resume samples.
 
-        least: lowest id of those that go on; complete: of a replay, in which environments say nothing new.
+        least: lowest id of those that go on; complete: of a replay, in which environments say nothing new; keeps: what
+        environments have said stays, for a replay, also where no resume needs it.
         StorageError.
         """
         log = PrefixLog(Path(folder), attempt, version, self.rank)
         finish = self.section.inflight == "finish"
         self._log_in(FlightLog(log, self.engine, one_version=finish, complete=complete))
-        self._least = least
+        self._least, self._keeps = least, keeps
         if self._journals is not None:
             self._observe(ObservationJournal.of_attempt(self._journals, attempt, self.rank, complete=complete))
 
@@ -370,6 +373,8 @@ class RolloutWorker:
             self._log.log.forget(below)
         if self._log is not None and self._observed is not None:
             self._observed.end_part()
+            if not self._observed.complete:
+                self._observed.forget(below, files=not self._keeps)
         return {}
 
     @transfer(split="all", gather="first")

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
+from tilth.config.schema import Recipe
 from tilth.core import lines
 from tilth.core.errors import ArgumentError, DataError, TokenCountError, TokenIdentityError
 from tilth.core.files import writing
@@ -225,6 +226,11 @@ def _check_begin(path: Path, event: Event, recipes: Sequence[str]) -> None:
         )
 
 
+def repeats(recipe: Recipe) -> bool:
+    """True if a run can be repeated from its log: no drafts rounded its log-probs by what had ended."""
+    return recipe.rollout.speculate == "off" or recipe.train.parity
+
+
 class RunReplay:
     """Committed steps of a run: which trajectories each learned from, and which versions drew their tokens."""
 
@@ -257,7 +263,7 @@ class RunReplay:
         whose drafts rounded by their timing [rollout.speculate], or with episodes and without a journal of what
         environments said [rollout.environment].
         """
-        if who.recipe.rollout.speculate != "off" and not who.recipe.train.parity:
+        if not repeats(who.recipe):
             raise DataError(
                 f"--replay {run}: with rollout.speculate = {who.recipe.rollout.speculate} passes have shapes, by which "
                 "they round, that depend on what had ended; with train.parity = true, or no drafts, it repeats",
