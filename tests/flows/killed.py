@@ -39,7 +39,15 @@ BEHIND = {
 }
 BOTH = EPISODES | BEHIND | {"model": {"context": 80}, "algorithm": {"steps": 6}}
 BOTH["rollout"] = EPISODES["rollout"] | BEHIND["rollout"] | {"max_tokens": 16, "prompts": 4}
-FLOWS = {"grpo": {}, "ppo": PPO, "episodes": EPISODES, "behind": BEHIND, "episodes behind": BOTH}
+BESIDE = BEHIND | {
+    "algorithm": {"steps": 24},
+    "cluster": {"backend": "local", "pools": {"train": 1, "rollout": 2}},
+    "rollout": BEHIND["rollout"] | {"pool": "rollout", "layout": {"dp": 2}},
+    "run": {"save_every": 1},
+}
+FLOWS = {
+    "grpo": {}, "ppo": PPO, "episodes": EPISODES, "behind": BEHIND, "episodes behind": BOTH, "behind beside": BESIDE
+}  # fmt: skip
 POINTS = {
     "generating": (Engine, "poll"),
     "training": (Optimizers, "step"),

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from tests.flows import tiny
 from tests.flows.test_async_sampler import check_once, check_resumed, recipe, rows, state
 from tests.flows.test_replay import check_same
 from tests.flows.test_replay import recipe as exact
+from tests.flows.test_resume import child, finish
 from tilth.core.random import stream_id
 from tilth.flows import replicas as flows_replicas
 from tilth.roles import rollout as roles_rollout
@@ -96,6 +98,34 @@ def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, role):
     assert len(kills.killed) >= 20
     # several may die in one recovery
     assert sum("is new" in line for line in kills.messages) >= (5 if role in RANKS else 0), kills.messages
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_the_controller_cost_no_sample(tmp_path):
+    """Each attempt dies some time after it has committed a step, and its workers end with it."""
+    dice, run = random.Random(stream_id("controller", 1)), SimpleNamespace(directory=tmp_path / "tiny-001")
+    for _ in range(20):
+        process, before = child(tmp_path, flow="behind beside"), committed(run)
+        while process.poll() is None and committed(run) <= before:
+            time.sleep(0.05)
+        time.sleep(0.6 * dice.random())
+        assert process.poll() is None, process.communicate()[1]
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.communicate()
+        psutil.wait_procs(workers, 30)
+    code, said = finish(child(tmp_path, flow="behind beside"))
+    assert code == 0, said
+    check_once(run, STEPS)
+    assert not state(run).dropped
+    records = read_metrics(run.directory)
+    assert all(record["staleness/max"] <= 2 for record in records) and records[-1]["attempt"] == 21
+    assert sum(record["samples/resumed"] for record in records) > 20
+
+
+def committed(run):
+    """Steps that the run has committed."""
+    return len(read_metrics(run.directory)) if (run.directory / "metrics.jsonl").exists() else 0
 
 
 @pytest.fixture
