@@ -3,7 +3,7 @@
 Each file of ``tilth/models/families`` declares the family of its name, as ``FAMILY``; a plugin uses ``tilth.family``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
@@ -14,24 +14,59 @@ from tilth.config.plugins import Declaration, call_declared, declared, shipped_f
 from tilth.config.schema import ModelConfig
 from tilth.core.errors import ModelError, PluginError
 from tilth.models.config import DecoderConfig, check, need, rope_from_hf
-from tilth.plan.rules import Parameter, Table
+from tilth.plan.rules import Parameter, Space, Table
 
 _LAYER = "model.layers.*."
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 _PLAIN = {"rope_type": "default"}
+SPACES: dict[str, Space] = {
+    "vocab_size": "tokens", "hidden_size": "residual", "query_size": "heads", "kv_size": "heads",
+    "intermediate_size": "inner", "expert_size": "inner", "shared_size": "inner", "num_experts": "experts",
+}  # fmt: skip
+"""Attribute of the config that is a size -> the space of a dimension of this size, unless a row declares another."""
 
 
-def linear(name: str, shape: tuple[str, str], tp: Any, bias: str = "", init: Any = "normal") -> Table:
-    """Return the rows of a linear of the layers: weight [out, in], and a bias if the config's flag ``bias`` is set."""
-    weight = Parameter(f"{_LAYER}{name}.weight", shape, "matrix", tp, init)
+def linear(
+    name: str,
+    shape: tuple[str, str],
+    tp: Any,
+    bias: str = "",
+    init: Any = "normal",
+    reads: Space = "",
+    writes: Space = "",
+) -> Table:
+    """Return the rows of a linear of the layers: weight [out, in], and a bias if the config's flag ``bias`` is set.
+
+    reads, writes: spaces of input and output; "": those of ``SPACES``.
+    """
+    into, out = reads or SPACES.get(shape[1], ""), writes or SPACES.get(shape[0], "")
+    weight = Parameter(f"{_LAYER}{name}.weight", shape, "matrix", tp, init, reads=into, writes=out)
     rule: Any = "residual" if tp == "columns" else tp
-    own = Parameter(f"{_LAYER}{name}.bias", shape[:1], "bias", rule, "zeros", bias)
+    own = Parameter(f"{_LAYER}{name}.bias", shape[:1], "bias", rule, "zeros", bias, writes=out)
     return (weight, own) if bias else (weight,)
 
 
-def norm(name: str, size: str = "hidden_size", tp: Any = "residual", when: str = "") -> Table:
-    """Return the row of a norm of the layers, by default over the residual stream."""
-    return (Parameter(f"{_LAYER}{name}.weight", (size,), "norm", tp, "ones", when),)
+def norm(
+    name: str,
+    size: str = "hidden_size",
+    tp: Any = "residual",
+    when: str = "",
+    reads: Space = "residual",
+    writes: Space = "",
+) -> Table:
+    """Return the row of a norm of the layers, by default over the residual stream. writes: "": what it reads."""
+    name = f"{_LAYER}{name}.weight"
+    return (Parameter(name, (size,), "norm", tp, "ones", when, reads=reads, writes=writes or reads),)
+
+
+def norm_behind(name: str) -> Table:
+    """Return the row of a norm of what attention or MLP adds to the residual stream (see ``normed_behind``)."""
+    return norm(name, reads="branch", writes="residual")
+
+
+def normed_behind(table: Iterable[Parameter]) -> Table:
+    """Return the rows of attention or MLP whose result a norm takes before it is added to the residual stream."""
+    return tuple(row._replace(writes="branch") if row.writes == "residual" else row for row in table)
 
 
 def centered(table: Table) -> Table:
@@ -40,14 +75,16 @@ def centered(table: Table) -> Table:
 
 
 _TOKENS = ("vocab_size", "hidden_size")
-EMBEDDING: Table = (Parameter("model.embed_tokens.weight", _TOKENS, "embedding", "rows", "normal"),)
+EMBEDDING: Table = (
+    Parameter("model.embed_tokens.weight", _TOKENS, "embedding", "rows", "normal", reads="tokens", writes="residual"),
+)
 ATTENTION: Table = (
-    *linear("self_attn.q_proj", ("query_size", "hidden_size"), "rows", "qkv_bias"),
-    *linear("self_attn.k_proj", ("kv_size", "hidden_size"), "copied", "qkv_bias"),
+    *linear("self_attn.q_proj", ("query_size", "hidden_size"), "rows", "qkv_bias", writes="queries"),
+    *linear("self_attn.k_proj", ("kv_size", "hidden_size"), "copied", "qkv_bias", writes="keys"),
     *linear("self_attn.v_proj", ("kv_size", "hidden_size"), "copied", "qkv_bias"),
     *linear("self_attn.o_proj", ("hidden_size", "query_size"), "columns", "o_bias", "residual"),
-    *norm("self_attn.q_norm", "head_dim", "heads", "qk_norm"),
-    *norm("self_attn.k_norm", "head_dim", "heads", "qk_norm"),
+    *norm("self_attn.q_norm", "head_dim", "heads", "qk_norm", "queries"),
+    *norm("self_attn.k_norm", "head_dim", "heads", "qk_norm", "keys"),
 )
 SWIGLU: Table = (
     *linear("mlp.gate_proj", ("intermediate_size", "hidden_size"), "rows", "mlp_bias"),
@@ -56,6 +93,13 @@ SWIGLU: Table = (
 )
 NORMS: Table = (*norm("input_layernorm"), *norm("post_attention_layernorm"))
 _EXPERTS = "expert_layers"
+
+
+def router_row(hf: str = "") -> Parameter:
+    """Return the row of a router's weight. hf: pattern of its name in a Hugging Face directory; "": the same."""
+    sizes, name = ("num_experts", "hidden_size"), f"{_LAYER}mlp.gate.weight"
+    kind: Any = {"reads": "residual", "writes": "experts"}
+    return Parameter(name, sizes, "router", "heads", "normal", "", hf, _EXPERTS, **kind)
 
 
 def experts(pattern: str, gate: str, up: str, down: str, router: str = "") -> Table:
@@ -67,11 +111,12 @@ def experts(pattern: str, gate: str, up: str, down: str, router: str = "") -> Ta
 
     def stacked(name: str, shape: tuple[str, str], tp: Any, there: str, init: Any = "normal") -> Parameter:
         own, sizes = f"{_LAYER}mlp.experts.{name}.weight", ("num_experts", *shape)
-        return Parameter(own, sizes, "matrix", tp, init, "", pattern.format(there), _EXPERTS, True)
+        out, into = (SPACES[size] for size in shape)
+        there = pattern.format(there)
+        return Parameter(own, sizes, "matrix", tp, init, "", there, _EXPERTS, True, reads=into, writes=out)
 
-    weight = ("num_experts", "hidden_size")
     return (
-        Parameter(f"{_LAYER}mlp.gate.weight", weight, "router", "heads", "normal", "", router, _EXPERTS),
+        router_row(router),
         stacked("gate_proj", ("expert_size", "hidden_size"), "rows", gate),
         stacked("up_proj", ("expert_size", "hidden_size"), "rows", up),
         stacked("down_proj", ("hidden_size", "expert_size"), "columns", down, "residual"),
@@ -81,7 +126,7 @@ def experts(pattern: str, gate: str, up: str, down: str, router: str = "") -> Ta
 _STORED = f"{_LAYER}mlp.gate.e_score_correction_bias"
 CORRECTION: Table = (
     Parameter(f"{_LAYER}mlp.gate.correction", ("num_experts",), "bias", "whole", "zeros", "router_correction", _STORED,
-              _EXPERTS),
+              _EXPERTS, writes="experts"),
 )  # fmt: skip
 """Bias of the choice of experts, which no gradient moves."""
 SHARED: Table = tuple(
@@ -96,9 +141,10 @@ SHARED: Table = tuple(
 DENSE: Table = tuple(row._replace(layers="dense_layers") for row in SWIGLU)
 """MLP of the layers without experts."""
 END: Table = (
-    Parameter("model.norm.weight", ("hidden_size",), "norm", "residual", "ones"),
-    Parameter("lm_head.weight", _TOKENS, "embedding", "rows", "normal", "not tie_embeddings"),
-)
+    Parameter("model.norm.weight", ("hidden_size",), "norm", "residual", "ones", reads="residual", writes="residual"),
+    Parameter("lm_head.weight", _TOKENS, "embedding", "rows", "normal", "not tie_embeddings", reads="residual",
+              writes="tokens"),
+)  # fmt: skip
 """Final norm and output head."""
 
 

@@ -13,6 +13,10 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Placement, Replicate, Shard
 
 _LAYER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+Space = Literal["", "tokens", "residual", "branch", "queries", "keys", "heads", "inner", "latent", "experts"]
+"""Meaning of a dimension: the vocabulary; the residual stream, and norms of it; results of attention or MLP that a norm
+takes before they are added to the stream; heads of queries and of keys, which norms may take; all other heads; inner
+units of an MLP or expert; a latent; one number for each expert; "": not declared."""
 
 
 class Parameter(NamedTuple):
@@ -44,6 +48,10 @@ class Parameter(NamedTuple):
     transposed: bool = False
     """Its Hugging Face tensor has the last two dimensions exchanged. Rows with one Hugging Face tensor alternate along
     the last dimension of it, in the order of the table."""
+    reads: Space = ""
+    """Space of its input; of biases and sinks: none. Where it is not declared, a model cannot be expanded."""
+    writes: Space = ""
+    """Space of its output."""
 
 
 Table = tuple[Parameter, ...]

@@ -216,18 +216,19 @@ class DeepSeekV3(Family):
 def _attention() -> Table:
     """Return the rows of attention. Latents are whole on each rank along "tp", which uses them for its own heads."""
     (direct,) = linear("self_attn.q_proj", ("query_size", "hidden_size"), "rows")
-    down, bias = linear("self_attn.q_a_proj", ("q_lora_rank", "hidden_size"), "heads", "q_latent_bias")
-    (up,) = linear("self_attn.q_b_proj", ("query_size", "q_lora_rank"), "rows")
+    q_sizes, kv_sizes = ("q_lora_rank", "hidden_size"), ("latent_size", "hidden_size")
+    down, bias = linear("self_attn.q_a_proj", q_sizes, "heads", "q_latent_bias", writes="latent")
+    (up,) = linear("self_attn.q_b_proj", ("query_size", "q_lora_rank"), "rows", reads="latent")
     return (
         direct._replace(when="not q_lora_rank"),
         down._replace(when="q_lora_rank"),
         bias,
-        *norm("self_attn.q_a_layernorm", "q_lora_rank", "heads", "q_lora_rank"),
+        *norm("self_attn.q_a_layernorm", "q_lora_rank", "heads", "q_lora_rank", "latent"),
         up._replace(when="q_lora_rank"),
-        *linear("self_attn.kv_a_proj_with_mqa", ("latent_size", "hidden_size"), "heads", "qkv_bias"),
-        *norm("self_attn.kv_a_layernorm", "kv_lora_rank", "heads"),
-        *linear("self_attn.kv_b_proj", ("expanded_size", "kv_lora_rank"), "rows"),
-        *linear("self_attn.o_proj", ("hidden_size", "mixed_size"), "columns", "o_bias", "residual"),
+        *linear("self_attn.kv_a_proj_with_mqa", kv_sizes, "heads", "qkv_bias", writes="latent"),
+        *norm("self_attn.kv_a_layernorm", "kv_lora_rank", "heads", reads="latent"),
+        *linear("self_attn.kv_b_proj", ("expanded_size", "kv_lora_rank"), "rows", reads="latent", writes="heads"),
+        *linear("self_attn.o_proj", ("hidden_size", "mixed_size"), "columns", "o_bias", "residual", "heads"),
     )
 
 

@@ -5,7 +5,17 @@ from torch import Tensor
 from tilth.models.attention import DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Layer, WideRMSNorm, norm_of
-from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, SWIGLU, Family, centered, norm
+from tilth.models.family import (
+    ATTENTION,
+    EMBEDDING,
+    END,
+    SWIGLU,
+    Family,
+    centered,
+    norm,
+    norm_behind,
+    normed_behind,
+)
 from tilth.models.moe import ExpertContext
 
 
@@ -33,8 +43,9 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     table=centered((
-        *EMBEDDING, *ATTENTION, *SWIGLU, *NORMS, *norm("pre_feedforward_layernorm"),
-        *norm("post_feedforward_layernorm"), *END,
+        *EMBEDDING, *normed_behind((*ATTENTION, *SWIGLU)), *norm("input_layernorm"),
+        *norm_behind("post_attention_layernorm"), *norm("pre_feedforward_layernorm"),
+        *norm_behind("post_feedforward_layernorm"), *END,
     )),
     layer=SandwichLayer,
     norm=CenteredRMSNorm,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilth.models.config import DecoderConfig, check
 from tilth.models.decoder import Layer, WideRMSNorm
-from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, ExpertFamily, of_experts
+from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, SPACES, ExpertFamily, of_experts, router_row
 from tilth.models.moe import Experts, MoE
 from tilth.plan.rules import Parameter, Table
 
@@ -55,26 +55,29 @@ def _experts() -> Table:
     inner, outer = ("num_experts", "expert_size", "hidden_size"), ("num_experts", "hidden_size", "expert_size")
 
     def weight(name: str, sizes: tuple[str, ...], tp: Any, init: Any, hf: str) -> Parameter:
-        return Parameter(f"{inside}experts.{name}.weight", sizes, "matrix", tp, init, "", hf, there, True, True)
+        into, out = SPACES[sizes[2]], SPACES[sizes[1]]
+        name = f"{inside}experts.{name}.weight"
+        return Parameter(name, sizes, "matrix", tp, init, "", hf, there, True, True, reads=into, writes=out)
 
     def bias(name: str, size: str, tp: Any, hf: str) -> Parameter:
-        sizes = ("num_experts", size)
-        return Parameter(f"{inside}experts.{name}.bias", sizes, "bias", tp, "zeros", "", hf, there, True)
+        sizes, name = ("num_experts", size), f"{inside}experts.{name}.bias"
+        return Parameter(name, sizes, "bias", tp, "zeros", "", hf, there, True, writes=SPACES[size])
 
     router = f"{inside}router"
     return (
-        Parameter(f"{inside}gate.weight", inner[::2], "router", "heads", "normal", "", f"{router}.weight", there),
-        Parameter(f"{inside}gate.bias", inner[:1], "bias", "heads", "zeros", "", f"{router}.bias", there),
+        router_row(f"{router}.weight"),
+        Parameter(f"{inside}gate.bias", inner[:1], "bias", "heads", "zeros", "", f"{router}.bias", there,
+                  writes="experts"),
         weight("gate_proj", inner, "rows", "normal", fused),
         bias("gate_proj", "expert_size", "rows", f"{fused}_bias"),
         weight("up_proj", inner, "rows", "normal", fused),
         bias("up_proj", "expert_size", "rows", f"{fused}_bias"),
         weight("down_proj", outer, "columns", "residual", down),
         bias("down_proj", "hidden_size", "heads", f"{down}_bias"),
-    )
+    )  # fmt: skip
 
 
-SINKS: Table = (Parameter("model.layers.*.self_attn.sinks", ("num_heads",), "bias", "rows", "zeros"),)
+SINKS: Table = (Parameter("model.layers.*.self_attn.sinks", ("num_heads",), "bias", "rows", "zeros", writes="heads"),)
 FAMILY = GptOss(
     architecture="GptOssForCausalLM",
     table=(*EMBEDDING, *SINKS, *ATTENTION, *_experts(), *NORMS, *END),

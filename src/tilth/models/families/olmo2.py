@@ -5,18 +5,18 @@ from torch import Tensor
 from tilth.models.attention import DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Layer, WideRMSNorm, norm_of
-from tilth.models.family import ATTENTION, EMBEDDING, END, SWIGLU, Family, norm
+from tilth.models.family import ATTENTION, EMBEDDING, END, SWIGLU, Family, norm, norm_behind, normed_behind
 from tilth.models.moe import ExpertContext
 from tilth.models.rope import Tables
 
 TABLE = (
     *EMBEDDING,
-    *(row for row in ATTENTION if "norm" not in row.name),
-    *norm("self_attn.q_norm", "query_size", "rows"),
-    *norm("self_attn.k_norm", "kv_size", "copied"),
-    *SWIGLU,
-    *norm("post_attention_layernorm"),
-    *norm("post_feedforward_layernorm"),
+    *normed_behind(row for row in ATTENTION if "norm" not in row.name),
+    *norm("self_attn.q_norm", "query_size", "rows", reads="queries"),
+    *norm("self_attn.k_norm", "kv_size", "copied", reads="keys"),
+    *normed_behind(SWIGLU),
+    *norm_behind("post_attention_layernorm"),
+    *norm_behind("post_feedforward_layernorm"),
     *END,
 )
 
