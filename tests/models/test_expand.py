@@ -72,7 +72,9 @@ def cases(draw):
     )  # fmt: skip
     more = group * draw(st.integers(kv, 3 * kv))
     hidden = more * width if implied else draw(st.integers(source.hidden_size, 3 * source.hidden_size))
-    sizes = sizes_of(source, hidden, draw(st.integers(3, 7)), more, draw(st.integers(0, 40)))
+    inner = draw(st.integers(0, 40))
+    least = 4 if (hidden, more, inner) == (source.hidden_size, heads, 0) else 3
+    sizes = sizes_of(source, hidden, draw(st.integers(least, 7)), more, inner)
     return source, sizes, tied and draw(st.booleans()), draw(st.integers(0, 9))
 
 
@@ -248,7 +250,8 @@ def test_new_channels_and_inserted_layers_learn():
         ("deepseek-v3", Sizes(expert_ffn=23), "expert_ffn", "24 or more"),
         ("qwen2", Sizes(hidden=100), "hidden", "as hidden 128 with heads 8"),
         ("olmo2", Sizes(heads=6), "hidden", "as hidden 96 with heads 6"),
-        ("qwen3", Sizes(), "hidden", "give one of hidden, layers"),
+        ("qwen3", Sizes(), "hidden", "give a greater one of hidden, layers"),
+        ("qwen3", Sizes(64, 3, 4, 96), "hidden", "give a greater one of hidden, layers"),
     ],
 )
 def test_what_would_lose_something_is_refused_by_key_with_what_would_work(name, sizes, key, right):

@@ -244,6 +244,24 @@ class ExportCommand(NamedTuple):
     adapter: AdapterOption = False
 
 
+@command("expand", "expand:expand")
+class ExpandCommand(NamedTuple):
+    """Write a larger model that computes the same function, from which a run goes on (LEMON, arXiv 2310.07999).
+
+    As in: tilth expand runs/mine OUT --hidden 384 --layers 8 --heads 6 --ffn 1024. What is not given stays; key heads
+    grow with heads. Then: tilth run RECIPE model.path=OUT, with the learning rate of a new model and fewer steps.
+    """
+
+    spec: ModelArgument
+    where: OutArgument
+    hidden: Annotated[int | None, Option(min=1, help="width of the residual stream")] = None
+    layers: Annotated[int | None, Option(min=1, help="decoder layers")] = None
+    heads: Annotated[int | None, Option(min=1, help="query heads; their key heads come along")] = None
+    ffn: Annotated[int | None, Option(min=1, help="inner width of the MLP")] = None
+    expert_ffn: Annotated[int | None, Option(min=1, help="inner width of an expert")] = None
+    untie: Annotated[bool, Option("--untie", help="give the output head weights of its own")] = False
+
+
 @command("report", "show:write")
 class ReportCommand(NamedTuple):
     """Write report.html of a run, finished or still running."""

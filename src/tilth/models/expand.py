@@ -64,8 +64,6 @@ def expanded_config(config: DecoderConfig, sizes: Sizes, *, untie: bool = False)
         own = getattr(config, getattr(_FIELDS, key))
         _check(given == 0 or given >= own, key, given, f"{own} or more, since the model has {own}")
     _check(not untie or config.tie_embeddings, "untie", untie, "left out: the model has an output head of its own")
-    if not any(sizes) and not untie:
-        raise ModelError(f"nothing to expand: give one of {', '.join(Sizes._fields)}, or untie", key="hidden")
     _check_inner(config, sizes)
     group, heads = config.num_heads // config.num_kv_heads, sizes.heads or config.num_heads
     right = f"a multiple of {group}: a key head is copied with its {group} queries"
@@ -86,7 +84,11 @@ def expanded_config(config: DecoderConfig, sizes: Sizes, *, untie: bool = False)
         window_layers=tuple(i for i, layer in enumerate(of) if layer in config.window_layers),
         expert_layers=tuple(i for i, layer in enumerate(of) if layer in config.expert_layers),
     )
-    return _implied(grown, group)
+    grown = _implied(grown, group)
+    if grown == config:
+        message = f"nothing to expand: give a greater one of {', '.join(Sizes._fields)}, or untie"
+        raise ModelError(message, key="hidden")
+    return grown
 
 
 def source_layers(layers: int, grown: int) -> list[int]:

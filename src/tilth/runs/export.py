@@ -11,6 +11,7 @@ import torch
 
 from tilth.checkpoint.storage import Location, is_url
 from tilth.core.errors import DataError, ModelError, StorageError
+from tilth.models.expand import Sizes, expand, expanded_config
 from tilth.models.hf import save_pretrained
 from tilth.models.peft import save_adapter
 from tilth.runs.models import LoadedModel, MergedTensors, load_model, models
@@ -68,6 +69,21 @@ def write_model(
     model = load_model(spec, group) if group else load_model(spec)
     if adapter:
         return ExportedModel(out, model.step, _write_adapter(model, spec, out), values)
+    return _write(model, out, DTYPES.get(dtype), values)
+
+
+def write_expanded(spec: str, where: Location, sizes: Sizes, *, untie: bool = False) -> ExportedModel:
+    """Write a model that is expanded to these sizes, in fp32, or float64 if it is; errors as of ``write_model``, and
+    ModelError of ``models.expand``."""
+    out, model = _local(where), load_model(spec)
+    grown = expanded_config(model.config, sizes, untie=untie)
+    dtype = torch.float64 if next(iter(model.tensors.values())).dtype == torch.float64 else torch.float32
+    weights = expand(model.config, model.tensors, grown)
+    return _write(model._replace(config=grown, tensors=weights), out, dtype)
+
+
+def _write(model: LoadedModel, out: Path, dtype: torch.dtype | None, values: bool = False) -> ExportedModel:
+    """Write a model with its tokenizer into a local directory. dtype: None: as its tensors."""
     tokenizer = model.tokenizer
     ids: dict[str, int | list[int]] = {}
     if tokenizer is not None:
@@ -76,7 +92,7 @@ def write_model(
     with _filled(out) as made:
         save_pretrained(
             made, model.config, model.tensors,
-            dtype=DTYPES.get(dtype), tokenizer=tokenizer, source=model.source, token_ids=ids, values=values,
+            dtype=dtype, tokenizer=tokenizer, source=model.source, token_ids=ids, values=values,
         )  # fmt: skip
     return ExportedModel(out, model.step, None, values)
 
