@@ -144,14 +144,14 @@ def reached(curve: list[tuple[float, float]], loss: float) -> float | None:
 def line(name: str, found: list[dict[str, Any]]) -> str:
     """Format a row."""
     start, end = (statistics.mean(one["curve"][i][1] for one in found) for i in (0, -1))
-    pflop = statistics.mean(one["curve"][-1][0] for one in found) / 1e15
+    tflop = statistics.mean(one["curve"][-1][0] for one in found) / 1e12
     each = [one["saved"] for one in found]
     shares = " ".join("-" if share is None else f"{100 * share:.1f} %" for share in each)
     known = [share for share in each if share is not None]
     mean = f"{100 * statistics.mean(known):.1f} %" if len(known) == len(each) else "-"
     whole = [one["saved_with_source"] for one in found if one["saved_with_source"] is not None]
     both = f"{100 * statistics.mean(whole):.1f} %" if len(whole) == len(each) else "-"
-    return f"{name:15} {start:7.4f} {end:7.4f} {pflop:9.4f} {mean:>9} {both:>9}   {shares}"
+    return f"{name:15} {start:7.4f} {end:7.4f} {tflop:9.2f} {mean:>9} {both:>9}   {shares}"
 
 
 def main() -> None:
@@ -179,7 +179,7 @@ def main() -> None:
         small.init_weights_(seed)
         before = train(small, codes, seed, "small", steps, steps)
         weights = {name: p.detach() for name, p in small.named_parameters()}
-        print(f"seed {seed}: small model {before[-1][1]:.4f} after {before[-1][0] / 1e15:.4f} PFLOP", flush=True)
+        print(f"seed {seed}: small model {before[-1][1]:.4f} after {before[-1][0] / 1e12:.2f} TFLOP", flush=True)
         for name in names:
             model = start_of(name, config, weights, sizes, seed)
             curve = train(model, codes, seed, "large", round(steps * ROWS[name]), every)
@@ -194,7 +194,7 @@ def main() -> None:
             found.setdefault(name, []).append(row)
             print(f"  {line(name, [row])}", flush=True)
             write_rows(options.json, [one for rows in found.values() for one in rows])
-    print("row               start     end     PFLOP     saved  +source   each seed")
+    print("row               start     end     TFLOP     saved  +source   each seed")
     for name, rows in found.items():
         print(line(name, rows))
 

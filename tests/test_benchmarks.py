@@ -120,7 +120,7 @@ def test_what_does_not_start_is_found(tmp_path):
 def test_the_quick_form_gives_rows(name, tmp_path):
     if name == "rl_vs_trl.py":
         pytest.importorskip("trl")
-    if name in ("gsm8k.py", "economy.py") and not (ROOT.parent / "shared" / "data" / "gsm8k").is_dir():
+    if name in ("gsm8k.py", "economy.py", "expand.py") and not (ROOT.parent / "shared" / "data" / "gsm8k").is_dir():
         pytest.skip("its data are not here")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(

@@ -14,6 +14,7 @@ from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.examples import examples
 from tests.models.tiny import FAMILIES, decoder, shape, tokens
+from tests.scripts import script
 from tilth.core.errors import ModelError
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder, Layer
@@ -305,3 +306,23 @@ def test_wrong_rows_are_found_out():
             expand(config, weights_of(config), expanded_config(config, Sizes(layers=5)))
     finally:
         forget()
+
+
+# ---- the benchmark ----
+
+
+def test_what_it_is_compared_with_begins_with_equal_logits_too():
+    made = script("expand.py")
+    config, sizes = made.SHAPES["quick"]
+    weights, grown = weights_of(config), expanded_config(config, sizes)
+    padded, found = made.padded(config, weights, grown, 0)
+    assert far(config, weights, padded, found, DOUBLE) < 1e-12
+    assert far(config, weights, grown, expand(config, weights, grown, None), DOUBLE) < 1e-12
+    assert replace(padded, rms_norm_eps=0.0) == replace(grown, rms_norm_eps=0.0)
+
+
+def test_compute_until_a_loss_is_interpolated():
+    reached = script("expand.py").reached
+    curve = [(0.0, 4.0), (10.0, 3.0), (20.0, 3.5), (30.0, 2.5)]
+    assert reached(curve, 3.5) == 5.0 and reached(curve, 2.75) == 27.5
+    assert reached(curve, 4.0) == reached(curve, 5.0) == 0.0 and reached(curve, 2.4) is None
