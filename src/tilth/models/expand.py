@@ -49,7 +49,8 @@ class Sizes(NamedTuple):
     expert_ffn: int = 0
 
 
-_FIELDS = Sizes("hidden_size", "num_layers", "num_heads", "intermediate_size", "expert_size")  # type: ignore[arg-type]
+_FIELDS = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "expert_size")
+"""Of a config, in the order of ``Sizes``."""
 
 
 # ---- the shape ----
@@ -60,8 +61,8 @@ def expanded_config(config: DecoderConfig, sizes: Sizes, *, untie: bool = False)
 
     Key heads grow with the heads, in groups; the width of a head, latents and the number of experts stay.
     """
-    for key, given in sizes._asdict().items():
-        own = getattr(config, getattr(_FIELDS, key))
+    for (key, given), field in zip(sizes._asdict().items(), _FIELDS):
+        own = getattr(config, field)
         _check(given == 0 or given >= own, key, given, f"{own} or more, since the model has {own}")
     _check(not untie or config.tie_embeddings, "untie", untie, "left out: the model has an output head of its own")
     _check_inner(config, sizes)
