@@ -93,6 +93,35 @@ class RunCommand(NamedTuple):
     ] = None
 
 
+@command("sweep", "sweep:train")
+class SweepCommand(NamedTuple):
+    """Train by a recipe with several values of keys and several seeds, and compare them with intervals over seeds.
+
+    As in: tilth sweep addition-grpo optimizer.lr=1e-4,3e-4 --seeds 3. All combinations are trained, each by a run in
+    runs/ that is named after them. The same command again continues what is not finished, and trains what was added.
+
+    A comma parts values, unless it is inside a list, a table or quotes: data.source='"a,b.jsonl","c.jsonl"'
+
+    Keys of --json: sweep, recipe, runs (run, values, seed, state, error), settings (values, seeds, runs, metric, final
+    and best: mean, half: of the 95 % interval).
+    """
+
+    name: RecipeArgument
+    overrides: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="KEY=VALUE[,VALUE]...", help="keys to change, and values to compare", autocompletion=overrides
+        ),
+    ] = None
+    seeds: Annotated[
+        int | None, Option("--seeds", metavar="N", min=1, help="seeds of each, from the recipe's on [1]")
+    ] = None
+    parallel: Annotated[
+        int, Option("--parallel", metavar="N", min=1, help="runs side by side, which share cores and GPUs")
+    ] = 1
+    as_json: JsonOption = False
+
+
 @command("algorithms", "algorithms:compare")
 class AlgorithmsCommand(NamedTuple):
     """List all algorithms side by side; for two or more named flows only the differences.

@@ -259,7 +259,7 @@ def dump_toml(recipe: Recipe) -> str:
 _SAVING = ("save_every", "save_minutes", "save_background", "save_failures", "grace", "checkpoints", "keep")
 _OBSERVING = ("track", "collect_every", "prometheus", "profile", "profile_ranks")
 _SAME_WORK = {
-    "run": ("dir", "name", "keep_every", *_OBSERVING, *_SAVING),
+    "run": ("dir", "name", "sweep", "keep_every", *_OBSERVING, *_SAVING),
     "cluster": ("timeout", "address", "search"),
     "rollout": ("python",),
 }

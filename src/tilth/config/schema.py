@@ -559,6 +559,7 @@ class RunConfig(Section):
     name: Annotated[str, Fixed("it is the run's place")] = Field(
         "", description="name of the run's folder; empty: the recipe's name and a number"
     )
+    sweep: str = Field("", description="sweep that the run belongs to, as tilth sweep sets it; empty: none")
     eval_every: Count = Field(
         25, description="steps between two evaluations on held-out prompts; 0: first and last only"
     )

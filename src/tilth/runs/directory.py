@@ -397,6 +397,7 @@ class RunDir:
         attempts = [a if a.get("ended") else a | silent for a in before.get("attempts", [])]
         return {
             "format": FORMAT, "recipe": self.name, "flow": self.recipe.flow, "plan": None, "memory": None,
+            "sweep": self.recipe.run.sweep,
             "digest": self.digest, "digests": [self.digest], "inputs": self.inputs, **before, "folder": os.getcwd(),
             "checkpoints": place,
             "state": "running", "error": None, "pid": os.getpid(), "pid_started": psutil.Process().create_time(),

@@ -36,8 +36,9 @@ from tilth.runs.readers import read_metrics, read_trajectories, summarise
 from tilth.ui.listing import rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
 from tilth.ui.web.app import PageServer, make_app
-from tilth.ui.web.compare import interval
+from tilth.ui.web.compare import interval, over_seeds, settings_of, student
 from tilth.ui.web.follow import News, RunsFolder, UnknownRun
+from tilth.ui.web.views import lines_of
 
 VIEWS = (
     "/", "/?q=sums&state=finished", "/runs/sums-a-001", "/runs/sums-a-001?q=time&x=seconds&smooth=3",
@@ -233,7 +234,7 @@ def test_runs_are_compared_by_keys_and_results(tmp_path):
     rows = re.findall(r"<tr><td><code>([^<]*)</code></td>", client.get("/compare?run=a&run=c").text)
     assert [row for row in rows if row.endswith("lr")] and "seed" not in rows and "0.001" in page.words
     seeds = page_of(client, "/compare?run=a&run=b&run=c").words
-    assert "a, b differ in their seeds alone" in seeds
+    assert "Over seeds" in seeds and "Over seeds" not in page.words
     lines = client.get("/curves.json?run=a&run=b&metric=loss").json()["lines"]
     assert [line["run"] for line in lines] == ["a", "b"]
     page_of(client, "/compare?run=a", 422)
@@ -243,6 +244,38 @@ def test_runs_are_compared_by_keys_and_results(tmp_path):
 def test_an_interval_over_seeds_is_students():
     mean, half = interval([1.0, 2.0, 3.0])
     assert (mean, half) == (2.0, pytest.approx(4.303 / math.sqrt(3), rel=1e-4))
+    assert interval([1.5]) == (1.5, None)
+    for degrees, quantile in ((7, 2.365), (8, 2.306), (9, 2.262), (30, 2.042)):
+        assert student(degrees) == pytest.approx(quantile, abs=1e-3)
+
+
+def test_a_sweep_is_a_tag_of_its_runs_and_compares_them_by_settings_the_best_first(tmp_path):
+    for name, seed, rate in (("a", 1, 0.001), ("b", 2, 0.001), ("c", 1, 0.5), ("d", 2, 0.5), ("e", 1, 0.5)):
+        fake_run(tmp_path, warmup=2, steps=5 + 5 * (rate < 0.5), seed=seed).rename(tmp_path / name)
+        text = re.sub(r"(?m)^seed = .*$", f"seed = {seed}", (tmp_path / name / "recipe.toml").read_text())
+        (tmp_path / name / "recipe.toml").write_text(re.sub(r"(?m)^lr = .*$", f"lr = {rate}", text))
+        state = json.loads((tmp_path / name / "run.json").read_text()) | {"sweep": "" if name == "e" else "rates"}
+        (tmp_path / name / "run.json").write_text(json.dumps(state))
+    client, root = client_of(tmp_path)[0], RunsFolder(tmp_path)
+    assert "rates (4 runs)" in page_of(client, "/").words
+    assert "4 of 5" in page_of(client, "/?tag=rates").words
+    words = page_of(client, "/compare?sweep=rates").words
+    assert "Over seeds" in words and "rates 4 runs" in words
+    found = over_seeds(runs := [root.get(name) for name in root.of_sweep("rates")], [*map(settings_of, runs)])
+    assert [row["seeds"] for row in found] == [[1, 2], [1, 2]] and found[0]["final"][0] > found[1]["final"][0]
+    assert all([*row["values"]][-1].endswith("lr") for row in found)
+    page_of(client, "/compare?sweep=no", 422)
+
+
+def test_curves_and_their_version_are_of_one_table(tmp_path):
+    """A line that is committed between them must be missing from both."""
+    with made.running(tmp_path) as run:
+        followed = RunsFolder(tmp_path).get("live")
+        table = followed.refresh()
+        before, followed._seen = table.version, 0.0
+        run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5})
+        assert followed.refresh().version != before == table.version
+        assert lines_of("live", table, ["loss"], "step", 0, -1.0)[0]["y"] == [1.0]
 
 
 # ---- time and health ----

@@ -260,15 +260,18 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     @app.get("/curves.json")
     def curves(run: Names, metric: Names, x: Axis = "step", smooth: Whole = 0, since: float = -1.0) -> Response:
         chosen = [runs.get(name) for name in dict.fromkeys(run)]
-        lines = [line for one in chosen for line in lines_of(one, metric, x, smooth, since)]
-        versions = {one.path.name: list(one.table.version) for one in chosen}
+        tables = {one.path.name: one.refresh() for one in chosen}  # lines and version of the same table
+        lines = [line for name, table in tables.items() for line in lines_of(name, table, metric, x, smooth, since)]
+        versions = {name: list(table.version) for name, table in tables.items()}
         marks = marks_of(chosen[0], x) if len(chosen) == 1 else []
         return JSONResponse({"lines": lines, "marks": marks, "versions": versions})
 
     @app.get("/compare")
-    def compare(run: Names = [], q: Text = "", x: Axis = "step", smooth: Whole = 0, prompt: Text = "") -> Response:  # noqa: B006
-        chosen = [runs.get(name) for name in dict.fromkeys(run)]
-        return shown("compare.html", **compare_page(chosen, q, x, smooth, prompt))
+    def compare(
+        run: Names = [], sweep: Text = "", q: Text = "", x: Axis = "step", smooth: Whole = 0, prompt: Text = ""  # noqa: B006
+    ) -> Response:  # fmt: skip
+        chosen = [runs.get(name) for name in (runs.of_sweep(sweep) if sweep else dict.fromkeys(run))]
+        return shown("compare.html", **compare_page(chosen, q, x, smooth, prompt, sweep))
 
     @app.get("/runs/{name}")
     def one(name: str, q: Text = "", x: Axis = "step", smooth: Whole = 0) -> Response:

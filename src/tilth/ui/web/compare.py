@@ -5,7 +5,7 @@ import math
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,12 @@ from tilth.ui.web.follow import FollowedRun
 from tilth.ui.web.search import answers_to, prompts_of
 from tilth.ui.web.views import AXES, CHARTS, SHAPES, charts_of, points_of, row_of_run
 
-MOST = 8
-"""Most runs beside each other."""
-PLACE = ("run.name", "run.dir")
+MOST, OF_SWEEP = 8, 64
+"""Most runs beside each other; of a sweep, of which the first ``MOST`` have curves and samples."""
+PLACE = ("run.name", "run.dir", "run.sweep")
 """Keys that differ wherever runs do."""
+MACHINE = ("python", "cpu", "cores", "threads", "accelerator", "host")
+"""Facts about the machine and Python."""
 QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 """Of Student's t, 97.5 %, at 1 to 7 degrees of freedom."""
 LONG = 160
@@ -35,18 +37,26 @@ TOKENS = 300
 Row = dict[str, Any]
 
 
-def compare_page(runs: Sequence[FollowedRun], words: str, axis: str, smooth: int, prompt: str) -> Row:
-    """Return the contents of the page for some runs. DataError: they are not 2 to ``MOST``, or one cannot be read."""
-    if not 2 <= len(runs) <= MOST:
-        raise DataError(f"compare 2 to {MOST} runs, not {len(runs)}: /compare?run=A&run=B", key="run")
+def compare_page(runs: Sequence[FollowedRun], words: str, axis: str, smooth: int, prompt: str, sweep: str = "") -> Row:
+    """Return the contents of the page for some runs, or for those of a sweep, best settings first. DataError: they are
+    not 2 to ``MOST``, or one cannot be read."""
+    most = OF_SWEEP if sweep else MOST
+    if not 2 <= len(runs) <= most:
+        where = f"sweep {sweep!r} has {len(runs)}" if sweep else f"not {len(runs)}: /compare?run=A&run=B"
+        raise DataError(f"compare 2 to {most} runs, {where}", key="run")
     keys = [settings_of(run) for run in runs]
-    known = common_prompts(runs)
+    seeds = over_seeds(runs, keys)
+    order = {name: place for place, name in enumerate(name for row in seeds for name in row["runs"])} if sweep else {}
+    ordered = sorted(runs, key=lambda run: order.get(run.path.name, len(order)))
+    shown = ordered[:MOST]
+    known = common_prompts(shown)
     asked = prompt or next(iter(known), "")
     return {
-        "names": [run.path.name for run in runs], "rows": [result_of(run) for run in runs], "words": words,
-        "seeds": over_seeds(runs, keys), "differing": differing(keys), "charts": overlaid(runs, words), "axis": axis,
+        "names": [run.path.name for run in shown], "rows": [result_of(run) for run in ordered], "words": words,
+        "seeds": seeds if sweep or any(len(row["runs"]) > 1 for row in seeds) else [], "sweep": sweep,
+        "differing": differing([settings_of(run) for run in shown]), "charts": overlaid(shown, words), "axis": axis,
         "axes": AXES, "smooth": smooth, "prompt": asked, "prompts": known[:50], "values": {}, "about": {},
-        "answers": [answers(run, asked) for run in runs] if asked else [],
+        "answers": [answers(run, asked) for run in shown] if asked else [],
     }  # fmt: skip
 
 
@@ -59,8 +69,8 @@ def settings_of(run: FollowedRun) -> dict[str, Any]:
         raise DataError(f"{run.path.name}/recipe.toml cannot be read: {error}", key="recipe.toml") from error
     environment = state.get("environment") or {}
     about = {f"version of {name}": v for name, v in (environment.get("packages") or {}).items()}
-    about |= {name: environment.get(name) for name in ("python", "cpu", "cores", "threads", "accelerator")}
-    about |= {f"input {name}": v for name, v in (state.get("inputs") or {}).items()} | {"host": state.get("host")}
+    about |= {name: environment.get(name) for name in MACHINE} | {"host": state.get("host")}
+    about |= {f"input {name}": v for name, v in (state.get("inputs") or {}).items()}
     return flattened(recipe) | about
 
 
@@ -90,27 +100,52 @@ def result_of(run: FollowedRun) -> Row:
 
 
 def over_seeds(runs: Sequence[FollowedRun], keys: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the means of the final and best values of each recipe that ran with several seeds, with 95 % intervals."""
-    groups, seeds = defaultdict[str, list[FollowedRun]](list), dict[Path, Any]()
+    """Return the recipes of runs, each with the means of final and best values over its seeds, and their 95 %
+    intervals; the best comes first. values: of the keys in which the recipes differ. Runs without an evaluation are
+    left out."""
+    groups, kept = defaultdict[str, list[tuple[FollowedRun, Any]]](list), dict[str, dict[str, Any]]()
     for run, one in zip(runs, keys):
-        seeds[run.path] = one.get("seed")
-        same = {k: v for k, v in one.items() if k not in (*PLACE, "seed") and not k.startswith(("input ", "version "))}
-        groups[json.dumps(same, sort_keys=True, default=str)].append(run)
+        own = (*PLACE, *MACHINE, "seed")
+        same = {k: v for k, v in one.items() if k not in own and not k.startswith(("input ", "version "))}
+        text = json.dumps(same, sort_keys=True, default=str)
+        groups[text].append((run, one.get("seed")))
+        kept[text] = same
+    differ = [name for name, _ in differing([*kept.values()])]
     found = []
-    for some in (group for group in groups.values() if len({seeds[run.path] for run in group}) == len(group) > 1):
-        name = next((k for k in METRICS if all(run.summary().get(k) is not None for run in some)), None)
-        if name is not None:
-            values = [points_of(run.table, SHAPES[name])[1] for run in some]
-            ends, tops = [float(v[-1]) for v in values], [float(v.min() if "loss" in name else v.max()) for v in values]
-            row = {"runs": [run.path.name for run in some], "metric": SHAPES[name]}
-            found.append(row | {"final": interval(ends), "best": interval(tops)})
-    return found
+    for text, some in groups.items():
+        measures = {run.path: [k for k in METRICS if run.summary().get(k) is not None] for run, _ in some}
+        some = [(run, seed) for run, seed in some if measures[run.path]]
+        name = next((k for k in METRICS if some and all(k in measures[run.path] for run, _ in some)), None)
+        if name is None or len({seed for _, seed in some}) < len(some):
+            continue
+        values = [points_of(run.table, SHAPES[name])[1] for run, _ in some]
+        ends, tops = [float(v[-1]) for v in values], [float(v.min() if "loss" in name else v.max()) for v in values]
+        row = {"runs": [run.path.name for run, _ in some], "seeds": [seed for _, seed in some], "metric": SHAPES[name]}
+        row |= {"values": {key: kept[text].get(key) for key in differ}, "final": interval(ends), "best": interval(tops)}
+        found.append(row)
+    return sorted(found, key=lambda row: (row["metric"], row["final"][0] * (1 if "loss" in row["metric"] else -1)))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of 2 to ``MOST`` values and half the width of its 95 % interval (Student's t)."""
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of values and half the width of its 95 % interval (Student's t); None for a single one."""
+    if len(values) < 2:
+        return float(values[0]), None
     spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return float(np.mean(values)), QUANTILES[len(values) - 2] * spread
+    return float(np.mean(values)), student(len(values) - 1) * spread
+
+
+def student(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t: by Fisher's expansion about the normal one beyond the table, where it
+    errs by less than 0.001."""
+    if degrees <= len(QUANTILES):
+        return QUANTILES[degrees - 1]
+    z, n = NormalDist().inv_cdf(0.975), degrees
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )
 
 
 def overlaid(runs: Sequence[FollowedRun], words: str) -> list[Chart]:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,16 +51,18 @@ class FollowedRun:
         self._again = False
         self._summary: tuple[Any, Record, float] = (None, {}, 0.0)
 
-    def refresh(self) -> None:
-        """Read the new lines of its metrics, unless that was done a moment ago."""
+    def refresh(self) -> MetricTable:
+        """Read the new lines of its metrics, unless that was done a moment ago; return the table, which stays as it
+        is."""
         with self.lock:
             if time.monotonic() - self._seen < FRESH:
-                return
+                return self.table
             table = self.table.copy()
             new, again = table.new()
             self.table = table
             self._seen, self._again = time.monotonic(), self._again or again
             self._new = new if again else [*self._new, *new][-RECENT:]
+            return table
 
     def new(self) -> tuple[list[Record], bool]:
         """Return the records that the watcher has not had; see ``Tail.new``."""
@@ -127,6 +130,15 @@ class RunsFolder:
             known = sorted(n for n in found if any((self.root / n / mark).exists() for mark in MARKS))
             self._listed = time.monotonic(), changed, known
         return known
+
+    def of_sweep(self, sweep: str) -> list[str]:
+        """Return the names of the runs of a sweep."""
+        found = []
+        for name in self.names():
+            with suppress(TilthError):  # a broken folder
+                if read_state(self.get(name).path).get("sweep") == sweep:
+                    found.append(name)
+        return found
 
     def get(self, name: str) -> FollowedRun:
         """Return a run. UnknownRun; DataError if a link in it leads out of the folder."""

@@ -83,6 +83,7 @@ class RunList:
             "rows": shown[page * LISTED : (page + 1) * LISTED], "total": len(shown), "all": len(rows),
             "unread": len(unread), "tags": [t for t, count in tags.most_common(24) if count > 1],
             "states": sorted({row["state"] for row in rows}), "pages": -(-len(shown) // LISTED),
+            "sweeps": [(s, count) for s, count in Counter(r["sweep"] for r in rows).items() if s and count > 1],
         }  # fmt: skip
 
     def _by_age(self) -> list[str]:
@@ -137,7 +138,8 @@ def _aged(row: Row, run: Path) -> Row:
 
 
 def _broken(name: str, error: str) -> Row:
-    row = dict.fromkeys(("recipe", "flow", "step", "metric", "value", "most", "rate", "host", "spark", "planned"))
+    named = ("recipe", "flow", "step", "metric", "value", "most", "rate", "host", "spark", "planned", "sweep")
+    row = dict.fromkeys(named)
     return {**row, "name": name, "state": "broken", "error": error, "tags": tags_of(name), "age": 0.0, "shown": "",
             "words": f"{name} {error}".lower()}  # fmt: skip
 
@@ -154,13 +156,14 @@ def row_of_run(run: FollowedRun) -> Row:
     if found["state"] == "unreadable":
         return _broken(name, found["error"])
     state, summary = read_state(run.path), run.summary()
-    plan = state.get("plan") or {}
+    plan, sweep = state.get("plan") or {}, state.get("sweep") or ""
     most = sum(plan.get(key) or 0 for key in ("supervised_steps", "value_steps", "steps"))
     key = next((key for key in METRICS if summary.get(key) is not None), None)
     cpu = (state.get("environment") or {}).get("cpu") or ""
     words = (name, found["recipe"], found["flow"], found["state"], state.get("host"), cpu)
     return found | {
-        "name": name, "most": most, "shown": measured(found), "tags": tags_of(name),
+        "name": name, "most": most, "shown": measured(found), "sweep": sweep,
+        "tags": [sweep] if sweep else tags_of(name),
         "rate": summary["tokens_per_second_generate"] or summary["tokens_per_second_train"],
         "host": state.get("host"), "spark": spark(run.table, SHAPES[key] if key else "loss"),
         "words": " ".join(str(word) for word in words if word).lower(),
@@ -294,13 +297,12 @@ def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     return (sums[end] - sums[begin]) / (end - begin)
 
 
-def lines_of(run: FollowedRun, names: Sequence[str], axis: str, smooth: int, since: float) -> list[Row]:
-    """Return the curves of metrics from a place of the axis on, thinned with their extremes kept.
+def lines_of(run: str, table: MetricTable, names: Sequence[str], axis: str, smooth: int, since: float) -> list[Row]:
+    """Return the curves of a run's metrics from a place of the axis on, thinned with their extremes kept.
 
     step: of each point, for links to the samples of that step.
     """
-    run.refresh()
-    table, found = run.table, []
+    found = []
     for name in names:
         rows = measured_rows(table, name, axis)
         x, y, steps = across_of(table, axis)[rows], table.column(name)[rows], table.column("step")[rows]
@@ -308,7 +310,7 @@ def lines_of(run: FollowedRun, names: Sequence[str], axis: str, smooth: int, sin
         x, y, steps = x[kept], smoothed(y, smooth)[kept], steps[kept]
         at = extremes(y, POINTS)
         columns = {"x": x[at].tolist(), "y": y[at].tolist(), "step": steps[at].astype(int).tolist()}
-        found.append({"run": run.path.name, "metric": name, "points": len(y), **columns})
+        found.append({"run": run, "metric": name, "points": len(y), **columns})
     return found
 
 
