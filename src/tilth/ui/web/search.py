@@ -1,31 +1,36 @@
 """Trajectories of a run by filters, a page at a time, so that a run of a million of them needs no memory."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
 from tilth.data.trajectories import COLUMNS, TRAJECTORIES, files_of
 
 PAGE = 50
 """Rows of a page."""
-MOST = 2_000_000
-"""Rows that a search finds at most."""
 SECONDS = 5.0
 """Seconds after which a search reads no further file."""
+READERS = 2
+"""Files that a search reads at the same time."""
 GROUP = 64
 """Most samples of a group that are shown."""
 SHOWN = 400
 """Characters of a prompt and an answer in a table."""
 SORTS = ("step", "reward", "length", "id")
 FINISHES = ("stop", "length", "error", "env")
-_KEYS = ("step", "id", "group", "prompt", "reward", "finish", "version")
+_TEXTS = ("prompt_text", "text")
+_COLUMNS = ("step", "id", "group", "prompt", "reward", "finish", "version", "length", "turn_rewards", "answer", *_TEXTS)
+"""Columns of a table of trajectories."""
 Row = dict[str, Any]
 Spread = tuple[float | None, float | None]
 
@@ -44,19 +49,33 @@ class Wanted:
     down: bool = False
     page: int = 0
 
-    def filter(self, length: pc.Expression) -> pc.Expression:
-        """Return the condition of a row."""
+    @property
+    def order(self) -> list[tuple[str, str]]:
+        """Return the keys of the order."""
+        order = "descending" if self.down else "ascending"
+        return [(self.sort, order), ("step", order), ("id", "ascending")]
+
+    @property
+    def columns(self) -> set[str]:
+        """Return the columns that decide which rows match, and in which order."""
+        asked = {"reward": self.reward != (None, None), "length": self.length != (None, None), "finish": self.finish}
+        asked |= {"prompt": self.prompt is not None} | dict.fromkeys(_TEXTS, bool(self.text))
+        return {"step", "id", self.sort, *(name for name, needed in asked.items() if needed)}
+
+    @property
+    def any_in_steps(self) -> bool:
+        """Return True if all rows of the steps match, but for the text."""
+        return (self.reward, self.length, self.finish, self.prompt) == ((None, None), (None, None), "", None)
+
+    def filter(self) -> pc.Expression:
+        """Return the condition of a row, besides its text."""
         step = pc.field("step")
         found = (step >= self.steps[0]) & (step <= self.steps[1])
-        for field, (low, high) in ((pc.field("reward"), self.reward), (length, self.length)):
-            found = found if low is None else found & (field >= low)
-            found = found if high is None else found & (field <= high)
+        for name, (low, high) in (("reward", self.reward), ("length", self.length)):
+            found = found if low is None else found & (pc.field(name) >= low)
+            found = found if high is None else found & (pc.field(name) <= high)
         found = found & (pc.field("finish") == self.finish) if self.finish else found
-        found = found if self.prompt is None else found & (pc.field("prompt") == self.prompt)
-        if not self.text:
-            return found
-        said, asked = (pc.match_substring(pc.field(n), self.text, ignore_case=True) for n in ("text", "prompt_text"))
-        return found & (said | asked)
+        return found if self.prompt is None else found & (pc.field("prompt") == self.prompt)
 
 
 @dataclass(frozen=True)
@@ -74,30 +93,156 @@ def newest_step(run: Path) -> int | None:
     return max(last for _, last, _ in files) if files else None
 
 
+class Matches(NamedTuple):
+    """Rows of a file that match: how many, the first ones in the order of the search, why it cannot be read."""
+
+    count: int
+    first: pa.Table | None
+    note: str
+
+
 def search(run: Path, wanted: Wanted) -> FoundRows:
-    """Return a page of the trajectories that match."""
+    """Return a page of the trajectories that match.
+
+    The columns that decide are read of all files, and of each the rows that may be on the page are kept; the other
+    columns only of the groups of rows that have one of the page.
+    """
     files = [path for first, last, path in files_of(run / TRAJECTORIES) if _meets(first, last, wanted.steps)]
-    tables, notes, rows, late = [], list[str](), 0, time.monotonic() + SECONDS
-    for number, path in enumerate(files):
-        if rows >= MOST or time.monotonic() > late:
-            notes.append(f"only {number} of {len(files)} files are searched; narrow the steps")
-            break
-        for table in _read(path, [*_KEYS], wanted, notes):
-            tables.append(table.append_column("file", pa.array([number] * len(table), pa.int32())))
-            rows += len(table)
-    whole = pa.concat_tables(tables) if tables else pa.table({"step": []})
-    if not len(whole):
-        return FoundRows([], 0, notes)
-    order = "descending" if wanted.down else "ascending"
-    place = pc.sort_indices(whole, [(wanted.sort, order), ("step", order), ("id", "ascending")])
-    page = whole.take(place[wanted.page * PAGE : (wanted.page + 1) * PAGE]).to_pylist()
-    texts: dict[tuple[int, int], Row] = {}
-    for number in {row["file"] for row in page}:
-        ids = [row["id"] for row in page if row["file"] == number]
-        texts |= {(row["step"], row["id"]): row for row in _texts(files[number], ids, notes)}
-    del whole, place, tables
+    late, most = time.monotonic() + SECONDS, (wanted.page + 1) * PAGE
+    with ThreadPoolExecutor(READERS, "search") as pool:
+        found = [*pool.map(lambda path: None if time.monotonic() > late else _match(path, wanted, most), files)]
+        read = [one for one in found if one is not None]
+        notes = [one.note for one in read if one.note]
+        if len(read) < len(files):
+            notes.append(f"only {len(read)} of {len(files)} files are searched; narrow the steps")
+        tables = [
+            one.first.append_column("file", pa.array(np.full(len(one.first), number, np.int32)))
+            for number, one in enumerate(found)
+            if one is not None and one.first is not None
+        ]
+        if not tables:
+            return FoundRows([], 0, notes)
+        whole = pa.concat_tables(tables)
+        page = whole.take(pc.sort_indices(whole, wanted.order)[most - PAGE : most]).select(["file", "place"])
+        places = [(row["file"], row["place"]) for row in page.to_pylist()]
+        rows = _rows_at(files, places, pool, notes)
+    del whole, tables, found
     pa.default_memory_pool().release_unused()
-    return FoundRows([row | texts.get((row["step"], row["id"]), {}) for row in page], rows, notes)
+    return FoundRows(rows, sum(one.count for one in read), notes)
+
+
+def _match(path: Path, wanted: Wanted, most: int) -> Matches:
+    """Return the rows of a file that match, of which the first ``most`` are kept."""
+    try:
+        with _opened(path, ["prompt_text"] if wanted.text else []) as file:
+            starts = _starts(file)
+            steps = {g: span for g in range(file.num_row_groups) if _meets(*(span := _steps_of(file, g)), wanted.steps)}
+            groups = [*steps]
+            table = _columns_of(file, groups, wanted.columns)
+            places = [np.arange(starts[g], starts[g + 1]) for g in groups]
+            table = table.append_column("place", pa.array(np.concatenate(places) if places else [], pa.int64()))
+            if wanted.text:
+                said = pc.or_kleene(*(_says(table[name], wanted.text) for name in _TEXTS))
+                table = table.drop_columns([*_TEXTS]).filter(said)
+            whole = all(wanted.steps[0] <= low and high <= wanted.steps[1] for low, high in steps.values())
+            table = table if whole and wanted.any_in_steps else table.filter(wanted.filter())
+            return Matches(len(table), _first(table.select([*{"step", "id", wanted.sort}, "place"]), wanted, most), "")
+    except (pa.ArrowException, OSError) as error:
+        if not path.exists():  # a resume has just dropped it
+            return Matches(0, None, "")
+        return Matches(0, None, f"{path.name} cannot be read and is left out: {str(error).splitlines()[0][:200]}")
+
+
+def _opened(path: Path, repeating: Sequence[str]) -> pq.ParquetFile:
+    """Open a file; columns that repeat are read as dictionaries."""
+    file = pq.ParquetFile(path)
+    if not (there := [name for name in repeating if name in file.schema_arrow.names]):
+        return file
+    with file:
+        return pq.ParquetFile(path, read_dictionary=there, metadata=file.metadata)
+
+
+def _starts(file: pq.ParquetFile) -> np.ndarray:
+    """Return the first row of each group of rows, and their number."""
+    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def _steps_of(file: pq.ParquetFile, group: int) -> tuple[Any, Any]:
+    """Return the least and the greatest step of a group of rows; the widest where it does not say."""
+    first = file.metadata.row_group(group).column(0)
+    known = first.statistics if first.path_in_schema == "step" else None
+    numbers = known is not None and known.has_min_max and isinstance(known.min, int)
+    return (known.min, known.max) if numbers else (-1, 1 << 62)
+
+
+def _columns_of(file: pq.ParquetFile, groups: Sequence[int], names: Iterable[str]) -> pa.Table:
+    """Return columns of groups of rows, null where the file has none; files of earlier versions have no lengths."""
+    there, wanted = file.schema_arrow.names, [*names]
+    counted = "length" in wanted and "length" not in there and "tokens" in there
+    read = [n for n in wanted if n in there] + (["tokens", "prompt_length"] if counted else [])
+    table = file.read_row_groups([*groups], columns=read, use_threads=False)
+    found = {}
+    for name in wanted:
+        kind = COLUMNS.field(name).type
+        if name == "length" and counted:
+            found[name] = pc.subtract(pc.list_value_length(table["tokens"]), table["prompt_length"])
+        elif name in there:
+            dictionary = pa.types.is_dictionary(table[name].type)
+            found[name] = table[name] if dictionary else table[name].cast(kind)
+        else:
+            found[name] = pa.nulls(len(table), kind)
+    return pa.table(found)
+
+
+def _says(column: pa.ChunkedArray, text: str) -> pa.ChunkedArray:
+    """Return where a text has another one in it, in capitals or not; a text that repeats is looked at once."""
+    if pa.types.is_dictionary(column.type):
+        chunks = [_says(pa.chunked_array([c.dictionary]), text).take(c.indices) for c in column.chunks]
+        return pa.chunked_array([part for chunk in chunks for part in chunk.chunks], pa.bool_())
+    if text.lower() == text.upper():
+        return pc.match_substring(column, text)
+    if text.isascii():  # half the time of a match that ignores case
+        return pc.match_substring(pc.ascii_lower(column), text.lower())
+    return pc.match_substring(column, text, ignore_case=True)
+
+
+def _first(table: pa.Table, wanted: Wanted, most: int) -> pa.Table:
+    """Return the first rows in the order of the search, in any order."""
+    if len(table) <= most:
+        return table
+    column = table[wanted.sort]
+    known = table.filter(pc.is_valid(column)) if column.null_count else table  # nulls come last
+    if len(known) >= most:
+        return known.take(pc.select_k_unstable(known, most, wanted.order))
+    return table.take(pc.sort_indices(table, wanted.order)[:most])
+
+
+def _rows_at(
+    files: Sequence[Path], places: Sequence[tuple[int, int]], pool: ThreadPoolExecutor, notes: list[str]
+) -> list[Row]:
+    """Return rows by (file, place), with texts cut to what a table shows; a note for a file that is gone."""
+    found: dict[tuple[int, int], Row] = {}
+
+    def read(number: int) -> str:
+        mine = np.asarray([place for file, place in places if file == number])
+        try:
+            with pq.ParquetFile(files[number]) as file:
+                starts = _starts(file)
+                groups = np.searchsorted(starts, mine, "right") - 1
+                for group in np.unique(groups).tolist():
+                    here = mine[groups == group]
+                    table = _columns_of(file, [group], _COLUMNS).take(pa.array(here - starts[group]))
+                    for name in (*_TEXTS, "answer"):
+                        short = pc.utf8_slice_codeunits(table[name], 0, SHOWN)
+                        table = table.set_column(table.column_names.index(name), name, short)
+                    found.update(zip(((number, place) for place in here.tolist()), table.to_pylist()))
+        except (pa.ArrowException, OSError) as error:
+            return f"{files[number].name} cannot be read: {str(error).splitlines()[0][:200]}"
+        return ""
+
+    notes += [note for note in pool.map(read, sorted({file for file, _ in places})) if note]
+    return [found[place] for place in places if place in found]
 
 
 def group_of(run: Path, step: int, group: int | None, one: int | None = None) -> list[Row]:
@@ -116,11 +261,13 @@ def group_of(run: Path, step: int, group: int | None, one: int | None = None) ->
 
 def prompts_of(run: Path, most: int = 500) -> list[str]:
     """Return prompts of the newest file of trajectories, each once."""
-    files = files_of(run / TRAJECTORIES)
-    notes = list[str]()
-    wanted = Wanted((0, 1 << 31))
-    tables = [t for _, _, path in files[-1:] for t in _read(path, ["prompt_text"], wanted, notes)]
-    return list(dict.fromkeys(p for t in tables for p in t["prompt_text"].to_pylist() if p))[:most]
+    for _, _, path in files_of(run / TRAJECTORIES)[-1:]:
+        try:
+            found = _scanner(path, {"prompt_text": pc.field("prompt_text")}, pc.scalar(True)).to_table()["prompt_text"]
+        except (pa.ArrowException, OSError):
+            continue
+        return [prompt for prompt in pc.unique(found).to_pylist() if prompt][:most]
+    return []
 
 
 def answers_to(run: Path, prompt: str, most: int = 4) -> list[Row]:
@@ -142,37 +289,6 @@ def _meets(first: int, last: int, steps: tuple[int, int]) -> bool:
     return first <= steps[1] and last >= steps[0]
 
 
-def _length(names: Sequence[str]) -> pc.Expression:
-    """Return the tokens that the policy chose; files of earlier versions have no such column."""
-    if "length" in names or "tokens" not in names:
-        return pc.field("length")
-    return pc.list_value_length(pc.field("tokens")) - pc.field("prompt_length")
-
-
 def _scanner(path: Path, columns: dict[str, pc.Expression], wanted: pc.Expression) -> ds.Scanner:
     data = ds.dataset(path, schema=COLUMNS, format="parquet")
     return data.scanner(columns=columns, filter=wanted, use_threads=False, batch_readahead=1, fragment_readahead=1)
-
-
-def _read(path: Path, names: list[str], wanted: Wanted, notes: list[str]) -> Iterator[pa.Table]:
-    """Yield the rows of a file that match; a note if it cannot be read."""
-    try:
-        there = ds.dataset(path, format="parquet").schema.names
-        length = _length(there)
-        columns = {name: pc.field(name) for name in names} | {"length": length}
-        yield _scanner(path, columns, wanted.filter(length)).head(MOST)
-    except (pa.ArrowException, OSError) as error:
-        if path.exists():  # else a resume has just dropped it
-            notes.append(f"{path.name} cannot be read and is left out: {str(error).splitlines()[0][:200]}")
-
-
-def _texts(path: Path, ids: list[int], notes: list[str]) -> list[Row]:
-    """Return prompt, answer and turns of some rows, cut to what a table shows."""
-    columns = {name: pc.field(name) for name in ("step", "id", "turn_rewards")}
-    columns |= {n: pc.utf8_slice_codeunits(pc.field(n), 0, SHOWN) for n in ("prompt_text", "text", "answer")}
-    try:
-        table = _scanner(path, columns, pc.field("id").isin(ids)).to_table()
-    except (pa.ArrowException, OSError) as error:
-        notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0][:200]}")
-        return []
-    return list(table.to_pylist())
