@@ -28,17 +28,15 @@ class Plays(tilth.Agent):
         return score(self.said)
 
 
-class Streams(Plays):
-    """The game by the asynchronous client and its streams, where ``info["streams"]`` says so."""
+class Speaks(Plays):
+    """The game by the client of threads, or by the interface that ``info["by"]`` names."""
 
     def run(self, info, base_url, api_key, model):
-        return (
-            self.play(info, base_url, api_key, model)
-            if info["streams"]
-            else super().run(info, base_url, api_key, model)
-        )
+        by = getattr(self, info["by"]) if "by" in info else super().run
+        return by(info, base_url, api_key, model)
 
-    async def play(self, info, base_url, api_key, model):
+    async def streams(self, info, base_url, api_key, model):
+        """By the asynchronous client and its streams."""
         self.said, messages = [], first(info)
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             for _ in range(TURNS):
@@ -46,6 +44,32 @@ class Streams(Plays):
                 parts = [choice.delta.content or "" async for piece in stream for choice in piece.choices]
                 self.said.append("".join(parts))
                 messages += [{"role": "assistant", "content": self.said[-1]}, answer(self.said[-1])]
+
+    def responses(self, info, base_url, api_key, model):
+        """By OpenAI's responses, every second one a stream."""
+        self.said, items = [], first(info)
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        for turn in range(TURNS):
+            found = client.responses.create(model=model, input=items, stream=turn % 2 == 1)
+            found = [*found][-1].response if turn % 2 else found
+            self.said.append(found.output_text)
+            items += [*found.output, answer(self.said[-1])]
+
+    def messages(self, info, base_url, api_key, model):
+        """By Anthropic's client, every second message a stream."""
+        import anthropic
+
+        system, *messages = first(info)
+        self.said, asked = [], {"model": model, "max_tokens": 1000, "system": system["content"]}
+        client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key)
+        for turn in range(TURNS):
+            if turn % 2:
+                with client.messages.stream(**asked, messages=messages) as stream:
+                    found = stream.get_final_message()
+            else:
+                found = client.messages.create(**asked, messages=messages, extra_body={"temperature": 1.0})
+            self.said.append("".join(block.text for block in found.content))
+            messages += [{"role": "assistant", "content": found.content}, answer(self.said[-1])]
 
 
 class Teams(tilth.Agent):
@@ -73,7 +97,7 @@ class Teams(tilth.Agent):
         return score(self.said)
 
 
-class Odd(Streams):
+class Odd(Speaks):
     """An agent that does what ``info["how"]`` says, or plays."""
 
     def run(self, info, base_url, api_key, model):
@@ -126,6 +150,7 @@ class Odd(Streams):
             "new": found.usage.completion_tokens,
             "logprob": sum(one.logprob for one in choice.logprobs.content),
             "stops": float(choice.finish_reason == "stop"),
+            "stopped": float(getattr(choice, "stop_reason", None) == "e"),
         }
         self.go_on()
         self.ask(n=1, frequency_penalty=0, top_p=1, max_completion_tokens=1000)
@@ -217,9 +242,9 @@ class Odd(Streams):
         asyncio.run(self.gives_up())
         self.ask()
 
-    def responds(self):
+    def completes(self):
         try:
-            self.client.responses.create(model=self.model, input="?")
+            self.client.completions.create(model=self.model, prompt="?")
         except openai.NotFoundError:
             self.ask()
 

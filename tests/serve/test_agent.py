@@ -30,6 +30,8 @@ from tilth.rollout.buffer import parted
 from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Limits, Player
 from tilth.serve.agents.conversation import MODEL, AgentConversations
 from tilth.serve.agents.server import _called
+from tilth.serve.anthropic import MessageForm
+from tilth.serve.anthropic_body import MessagesBody
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 
@@ -85,15 +87,28 @@ def odd():
 
 def test_the_same_game_is_the_same_trajectory(echo, odd):
     """By the client of threads and by the asynchronous one, in turn."""
-    infos = [{"prompt": f"What is {i}?", "streams": i % 2 == 1} for i in range(6)]
+    infos = [{"prompt": f"What is {i}?", **({"by": "streams"} if i % 2 else {})} for i in range(6)]
     found = [play(pool, infos) for pool in (echo, odd)]
     assert {one.turns for one in found[0][::2]} & {one.turns for one in found[0][1::2]} & {2, 3}
-    for one, two in zip(*found, strict=True):
+    same_games(*found)
+
+
+def same_games(games, others):
+    for one, two in zip(games, others, strict=True):
         a, b = one.trajectory, two.trajectory
-        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.mask, b.mask)
-        assert np.array_equal(a.logprobs, b.logprobs) and a.segments == b.segments and a.versions == b.versions
+        same(a, b)
+        assert a.segments == b.segments
         assert (a.reward, a.finish, one.parts, one.reason) == (b.reward, b.finish, two.parts, two.reason)
         assert a.reward is not None
+
+
+@pytest.mark.parametrize("by, package", [("responses", "openai"), ("messages", "anthropic")])
+def test_the_game_is_the_same_by_every_interface(echo, odd, by, package):
+    pytest.importorskip(package, reason=f"the client {package} is not installed")
+    infos = [{"prompt": f"What is {i}?", "by": by} for i in range(2)]
+    games = play(odd, infos)
+    same_games(play(echo, infos), games)
+    assert max(game.turns for game in games) > 1
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +171,7 @@ def test_failures_are_the_episodes_own(odd):
         "leaves": "run ended before the answer to its call",
         "comes_back": "",
         "comes_back_at_once": "",
-        "responds": "there is no /v1/responses for an agent; call /v1/chat/completions",
+        "completes": "there is no /v1/completions for an agent, but /v1/chat/completions",
         "long": "of a context of 400",
         "long_and_raises": "of a context of 400",
         "many": "4 turns",
@@ -178,7 +193,7 @@ def test_failures_are_the_episodes_own(odd):
     assert well.parts["prompt"] == chosen[0] and 0 < well.parts["new"] <= 5
     first = well.trajectory.logprobs[chosen[: int(well.parts["new"])]]
     assert well.parts["logprob"] == pytest.approx(float(first.sum()), rel=1e-6)
-    assert well.turns == 2
+    assert well.turns == 2 and well.parts["stopped"] == 1
 
 
 @pytest.mark.slow
@@ -216,7 +231,7 @@ def test_calls_of_tools_come_and_go():
     talk.answer({**message_of(written), "text": written, "finish": "stop"})
     turn = first.result(0)
     (call,) = turn.message["tool_calls"]
-    assert turn.finish == "tool_calls" and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert turn.end == {"finish_reason": "tool_calls"} and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
     answer = {"role": "tool", "tool_call_id": call["id"], "content": "8"}
     whole = [*asked, turn.message, answer]
     second = talk.call(body(whole, tools=[TOOL]), again=False)
@@ -225,9 +240,40 @@ def test_calls_of_tools_come_and_go():
         text = f"<tool_call>{broken}</tool_call>"
         talk.answer({**message_of(text), "text": text, "finish": "length"})
         turn = second.result(0)
-        assert turn.message["content"] == text and "tool_calls" not in turn.message and turn.finish == "length"
+        assert (
+            turn.message["content"] == text
+            and "tool_calls" not in turn.message
+            and turn.end == {"finish_reason": "length"}
+        )
         whole = [*whole, turn.message, answer]
         second = talk.call(body(whole, tools=[TOOL]), again=False)
+
+
+def test_calls_of_tools_are_those_of_anthropics_interface():
+    """Its blocks go on with what was said, whoever writes them."""
+    talk, tool = AgentConversations({}), {"name": "add", "input_schema": {"type": "object", "properties": {}}}
+
+    def ask(*messages):
+        asked = {"model": "policy", "max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": "?"}]}
+        asked["messages"] += messages
+        return talk.call(MessagesBody.model_validate(asked).chat(), again=False)
+
+    first = ask()
+    assert talk.next() == [{"role": "user", "content": "?"}]
+    written = 'so <tool_call>{"name": "add", "arguments": {"a": "\u20ac", "b": [1.5]}}</tool_call>'
+    talk.answer({**message_of(written), "text": written, "finish": "stop", "stopped": "x", "counts": [3, 4]})
+    whole = {"choices": [{"message": first.result(0).message, **first.result(0).end}], "usage": first.result(0).usage}
+    form = MessageForm(None, {"id": "chatcmpl-1", "model": "policy", "usage": first.result(0).usage}).whole(whole)
+    text, call = form["content"]
+    assert (text["text"], call["input"]) == ("so", {"a": "\u20ac", "b": [1.5]}) and form["stop_reason"] == "tool_use"
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "8"}]}
+    ask({"role": "assistant", "content": [text, call]}, result)
+    assert talk.next() == [{"role": "tool", "tool_call_id": call["id"], "content": "8"}]
+    talk.answer({"role": "assistant", "content": "", "text": "", "finish": "stop"})
+    ask({"role": "assistant", "content": [text, call]}, result, {"role": "assistant", "content": []}, result)
+    with pytest.raises(HttpError) as caught:
+        ask({"role": "assistant", "content": [{**text, "text": "no"}, call]}, result)
+    assert caught.value.code == "agent.parallel"
 
 
 def test_an_answer_is_given_again_only_to_who_lost_it():

@@ -17,7 +17,7 @@ from tilth.engines.completion import Delta
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.stops import StopStrings
 from tilth.envs.calls import ToolCall
-from tilth.rollout.turns import split_turn
+from tilth.rollout.turns import split_turn, stop_string
 from tilth.serve.choices import ChatChoice
 
 WORDS = Tokenizer.train(["some text "] * 2, 260)
@@ -25,7 +25,7 @@ WORDS._core.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True), AddedT
 SPECIAL = ("<|im_start|>", "<pad>", "[TOOL_CALLS]", "<tool_call>")
 END = WORDS.special()["<|im_end|>"]
 CALL = json.dumps({"name": "add", "arguments": {"a": 1}})
-BODY = SimpleNamespace(parallel_tool_calls=None, logprobs=False, return_token_ids=False)
+BODY = SimpleNamespace(parallel_tool_calls=None, logprobs=False, return_token_ids=False, stop=None)
 
 
 def ids_of(parts):
@@ -97,6 +97,7 @@ def test_a_stream_with_tools_is_the_answer_in_one_piece(parts, places, stop, end
     split, found = split_turn(WORDS, turn, (END,))
     assert found or split == turn.text
     assert len(turn.text) >= len(split)
+    assert (stop_string(WORDS, turn, (END,), stop) in stop) == (turn.finish == "stop" and turn.tokens[-1] != END)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,11 @@ BODIES = {
         "text": {"format": {"type": "text"}}, "reasoning": {"summary": "auto"}, "metadata": {"a": "b"}, "user": "me",
         "include": [], "top_logprobs": 1, "previous_response_id": None, "truncation": "disabled",
     },
+    "/v1/messages": {
+        "model": "", "messages": MESSAGES, "max_tokens": 2, "system": "so", "temperature": 0.5, "top_k": 3,
+        "tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "auto"}, "stop_sequences": ["x"],
+        "thinking": {"type": "disabled"}, "return_token_ids": True, "stream": False,
+    },
     "/v1/embeddings": {"model": "", "input": "what", "dimensions": 4, "encoding_format": "float", "user": "me"},
     "/tokenize": {"model": "", "prompt": "what", "tools": None, "add_special_tokens": True},
     "/detokenize": {"model": "", "tokens": [3, 4]},
@@ -87,6 +92,7 @@ def malformed(chance, model):
         name = {
             "/v1/completions": "prompt",
             "/v1/chat/completions": "messages",
+            "/v1/messages": "messages",
             "/detokenize": "tokens",
             "/v1/embeddings": "input",
             "/v1/responses": "input",

@@ -280,8 +280,8 @@ class RolloutConfig(RoleSection):
     )
     serve: bool = Field(
         False,
-        description="rollout.environment is a tilth.Agent, code of any OpenAI client: the policy answers its calls of "
-        "a server on this machine, and is trained on them",
+        description="rollout.environment is a tilth.Agent, code of any client of OpenAI or Anthropic: the policy "
+        "answers its calls of a server on this machine, and is trained on them",
     )
     turns: Positive = Field(8, description="most turns of the policy in an episode")
     turn_seconds: float = Field(

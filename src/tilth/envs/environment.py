@@ -176,8 +176,9 @@ class SelfDriven(Environment, declares=False):
         """Return limits of the turn that is asked for, within the recipe's: ``max_tokens``, ``stop`` (texts); and
         ``details``, True for its ids and log-probs.
 
-        The message of the turn then has its whole ``text`` besides, ``finish``, ``counts`` of the tokens before it and
-        in it, and the details: ``ids``, ``pieces`` (each token's text) and ``logprobs``.
+        The message of the turn then has its whole ``text`` besides, ``finish``, ``stopped`` (the stop text of these
+        limits that ended it, if one did), ``counts`` of the tokens before it and in it, and the details: ``ids``,
+        ``pieces`` (each token's text) and ``logprobs``.
         """
         raise NotImplementedError
 

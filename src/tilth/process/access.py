@@ -65,10 +65,16 @@ def refusal(
         return None
     if not token:
         return _elsewhere(headers)
-    given = given or SCHEME.sub(b"", headers.get("authorization", b"")) or headers.get("x-api-key", b"")
-    if hmac.compare_digest(given, token):
+    if hmac.compare_digest(given or token_of(headers), token):
         return None
-    return Refusal(401, "the token is missing or wrong: Authorization: Bearer TOKEN", code="invalid_api_key")
+    return Refusal(
+        401, "the token is missing or wrong: Authorization: Bearer TOKEN, or x-api-key: TOKEN", code="invalid_api_key"
+    )
+
+
+def token_of(headers: Mapping[str, bytes]) -> bytes:
+    """Return the token in the headers of a request, as clients of OpenAI or Anthropic send it; empty without one."""
+    return SCHEME.sub(b"", headers.get("authorization", b"")) or headers.get("x-api-key", b"")
 
 
 def _elsewhere(headers: Mapping[str, bytes]) -> Refusal | None:

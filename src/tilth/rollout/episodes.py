@@ -26,7 +26,7 @@ from tilth.envs.environment import EnvironmentFault
 from tilth.envs.pool import Answer, EnvironmentPool
 from tilth.rollout.buffer import TrajectoryBuffer, joined, parted
 from tilth.rollout.prefix_log import FlightLog
-from tilth.rollout.turns import split_turn
+from tilth.rollout.turns import split_turn, stop_string
 
 KEPT = "played"
 WAIT = 0.2
@@ -502,16 +502,19 @@ class Player:
         message = message_of(text)
         episode.calls += len(message.get("tool_calls", ()))
         if episode.limits is not None:
-            message |= self._facts(trajectory, start, bool(episode.limits.get("details")))
+            message |= self._facts(trajectory, start, episode.limits)
         self.pool.step(episode.request.id, message)
 
-    def _facts(self, turn: Trajectory, start: int, details: bool) -> dict[str, Any]:
+    def _facts(self, turn: Trajectory, start: int, limits: Mapping[str, Any]) -> dict[str, Any]:
         """Return facts of a turn for an environment that asks for turns (``SelfDriven.limits``). start: its prompt's
         length."""
         ids = turn.tokens[start:].tolist()
         content, _ = split_turn(self.tokenizer, turn, self._params.stop_tokens, start)
         found = {"content": content, "text": turn.text, "finish": turn.finish, "counts": [start, len(ids)]}
-        if not details:
+        stopped = stop_string(self.tokenizer, turn, self._params.stop_tokens, limits.get("stop", ()), start)
+        if stopped is not None:
+            found["stopped"] = stopped
+        if not limits.get("details"):
             return found
         pieces = [self.tokenizer.decode([one], special=True) for one in ids]
         return {**found, "ids": ids, "pieces": pieces, "logprobs": turn.logprobs[start:].tolist()}

@@ -1,4 +1,4 @@
-"""Words and tool calls of one turn of the policy."""
+"""Words and tool calls of one turn of the policy, and the stop string that ended it."""
 
 from collections.abc import Collection
 
@@ -28,3 +28,20 @@ def split_turn(
         spans, calls = find_calls(both.spelled_until(longest))
     said = cut_out(turn.text, [(min(both.place(a), longest), min(both.place(b), longest)) for a, b in spans])
     return said.rstrip() if calls else turn.text, calls
+
+
+def stop_string(
+    tokenizer: Decodes, turn: Trajectory, stop_tokens: Collection[int], wanted: Collection[str], start: int = 0
+) -> str | None:
+    """Return the one of the wanted stop strings that ended a turn, the shortest of several; None if none did.
+
+    start: first token of the turn.
+    """
+    ids = turn.tokens[start:][turn.mask[start:] == 1].tolist()
+    if not wanted or turn.finish != "stop" or (ids and ids[-1] in stop_tokens):
+        return None
+    both, end = SpelledText(tokenizer), len(turn.text)
+    for id in ids:
+        both.push(id)
+    behind = both.text[end:], both.spelled[len(both.spelled_until(end)) :]
+    return min((one for one in wanted if any(text.startswith(one) for text in behind)), key=len, default=None)

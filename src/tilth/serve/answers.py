@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from tilth.core.trajectory import Trajectory
 from tilth.engines.client import EngineClient
 from tilth.engines.completion import Completion, Delta
 from tilth.engines.request import Request
-from tilth.serve.app import DONE, event, gathered
+from tilth.serve.app import gathered
 from tilth.serve.errors import HttpError, http_error
 from tilth.serve.metrics import ServerMetrics
 
@@ -138,17 +138,6 @@ async def chunks(
         metrics.completion_tokens.inc(tokens)
         for completion in completions:
             completion.close()
-
-
-async def events(parts: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[str]:
-    """Yield the events of a stream of chunks. An error is the last event, as the status has been sent."""
-    async with aclosing(parts):
-        try:
-            async for part in parts:
-                yield event(part)
-            yield DONE
-        except HttpError as error:
-            yield event(error.body)
 
 
 async def _merged(completions: list[Completion]) -> AsyncIterator[tuple[int, Delta]]:

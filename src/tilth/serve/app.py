@@ -66,10 +66,9 @@ class Guarded:
             status = message.get("status", status)
             await send(message)
 
-        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        refused = self._refused(scope["path"], headers)
+        refused = self._refused(scope["path"], headers_of(scope))
         if refused is not None:
-            await refused.response()(scope, receive, sent)
+            await refused.response(scope["path"])(scope, receive, sent)
         else:
             await self._app(scope, _limited(receive, self._largest.get(scope["path"], BODY)), sent)
         path = getattr(scope.get("route"), "path", "other")  # the template: paths are the client's, without end
@@ -80,6 +79,11 @@ class Guarded:
         free = path in OPEN or path.startswith(SIGNED)
         found = refusal(headers, self._token, self._largest.get(path, BODY), free=free)
         return None if found is None else HttpError(*found)
+
+
+def headers_of(scope: Scope) -> dict[str, bytes]:
+    """Return the headers of a request, with names in small letters."""
+    return {name.decode("latin-1"): value for name, value in scope["headers"]}
 
 
 def _limited(receive: Any, largest: float) -> Any:
@@ -102,18 +106,19 @@ def _limited(receive: Any, largest: float) -> Any:
 
 
 def bare_app() -> FastAPI:
-    """Return an application with errors in OpenAI's form, to which routes are added."""
+    """Return an application with errors in the form of their path, to which routes are added."""
     app = FastAPI(title="Tilth", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def failed(request: Request, error: Exception) -> Response:
-        return http_error(error).response()
+        return http_error(error).response(request.url.path)
 
     async def unknown(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        return HttpError(status, f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}").response()
+        path = request.url.path
+        return HttpError(status, f"{request.method} {path}: {getattr(error, 'detail', error)}").response(path)
 
     async def left(request: Request, error: Exception) -> Response:
-        return HttpError(LEFT, "the client has left").response()
+        return HttpError(LEFT, "the client has left").response(request.url.path)
 
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(HttpError, failed)
@@ -129,7 +134,7 @@ def new_app(room: "EngineClient", metrics: "ServerMetrics") -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         if room.failure is not None:
-            return HttpError(503, f"the server serves nobody any more: {first_line(room.failure)}").response()
+            return HttpError(503, f"the server serves nobody any more: {first_line(room.failure)}").response("/health")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

@@ -12,7 +12,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.engines.completion import Delta
 from tilth.engines.request import Request, TextScores
 from tilth.envs.calls import ToolCall
-from tilth.rollout.turns import split_turn
+from tilth.rollout.turns import split_turn, stop_string
 from tilth.serve.errors import HttpError
 from tilth.serve.messages import assistant
 from tilth.serve.schemas import ChatBody, CompletionBody, NamedTool
@@ -60,7 +60,7 @@ class ChatChoice:
         ids, logprobs = trajectory.tokens[mine].tolist(), trajectory.logprobs[mine].tolist()
         content, calls = self._heard(trajectory)
         message = assistant(content, calls, _ids(calls))
-        found = {"index": self.request.id, "message": message, "finish_reason": _reason(trajectory, calls)}
+        found = {"index": self.request.id, "message": message, **self._end(trajectory, calls)}
         return {**found, **self._details(ids, logprobs, trajectory.likeliest)}
 
     def first(self) -> Iterable[dict[str, Any]]:
@@ -80,7 +80,7 @@ class ChatChoice:
         yield {**head, "delta": {"content": sure} if sure else {}, **details}
         for at, one in enumerate(assistant("", calls, _ids(calls)).get("tool_calls", ())):
             yield {**head, "delta": {"tool_calls": [{"index": at, **one}]}}
-        yield {**head, "delta": {}, "finish_reason": _reason(delta.whole, calls)}
+        yield {**head, "delta": {}, **self._end(delta.whole, calls)}
 
     def _heard(self, trajectory: Trajectory) -> tuple[str, list[ToolCall]]:
         """Return what is said, and the calls if all of them can be made; else they are text like any other."""
@@ -90,6 +90,15 @@ class ChatChoice:
         if self.body.parallel_tool_calls is False:
             calls = calls[:1]
         return (trajectory.text, []) if any(call.problem for call in calls) else (content, calls)
+
+    def _end(self, trajectory: Trajectory, calls: list[ToolCall]) -> dict[str, Any]:
+        """Return ``finish_reason``, and vLLM's ``stop_reason`` where a stop string of the request ended the answer."""
+        found = {"finish_reason": "tool_calls" if calls and trajectory.finish == "stop" else trajectory.finish}
+        if not self.body.stop:
+            return found
+        params = self.request.params
+        stopped = stop_string(self.tokenizer, trajectory, params.stop_tokens, params.stop)
+        return {**found, "stop_reason": stopped} if stopped is not None else found
 
     def _details(self, ids: list[int], logprobs: list[float], top: Likeliest | None) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -102,10 +111,6 @@ class ChatChoice:
 
 def _ids(calls: Sequence[ToolCall]) -> list[str]:
     return [f"call_{uuid.uuid4().hex[:24]}" for _ in calls]
-
-
-def _reason(trajectory: Trajectory, calls: list[ToolCall]) -> str:
-    return "tool_calls" if calls and trajectory.finish == "stop" else trajectory.finish
 
 
 class TextChoice:

@@ -1,4 +1,4 @@
-"""Errors of an HTTP server in OpenAI's form, which names the field that is at fault (``error.param``)."""
+"""Errors of an HTTP server in OpenAI's form or Anthropic's, with the field that is at fault (``error.param``)."""
 
 import json
 from collections.abc import Mapping
@@ -12,6 +12,11 @@ from tilth.core.errors import DataError, TilthError
 Schema = TypeVar("Schema", bound=BaseModel)
 RETRY = {"Retry-After": "1"}
 BUSY = ("serve.full",)
+ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Status -> type of the error in Anthropic's form."""
 MOST = 1000
 """Most wrong fields of a body that are looked at one by one."""
 FIELDS = {
@@ -38,10 +43,26 @@ class HttpError(Exception):
         kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the response."""
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """Return the error as Anthropic writes it, with the field and the code besides."""
+        kind = ANTHROPIC.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": str(self), "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}
+
+    def renamed(self, fields: Mapping[str, str]) -> "HttpError":
+        """Return the error with the names that fields of a chat completion have in another body."""
+        old, text = self.param or "", str(self)
+        if (new := fields.get(old.partition(".")[0])) is None:
+            return self
+        message = f"{new}{text.removeprefix(old)}" if text.startswith(old) else text
+        return HttpError(self.status, message, new, self.code)
+
+    def response(self, path: str) -> Response:
+        """Return the response to a request of a path."""
         headers = RETRY if self.status in (429, 503) else None
-        return JSONResponse(self.body, self.status, headers=headers)
+        body = self.anthropic if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, headers=headers)
 
 
 def http_error(error: Exception) -> HttpError:

@@ -1,5 +1,5 @@
-"""OpenAI's interface over an engine client: completions, chat completions, responses, models; vLLM's tokenize and
-detokenize."""
+"""OpenAI's interface over an engine client: completions, chat completions, responses, models; Anthropic's messages;
+vLLM's tokenize and detokenize."""
 
 import asyncio
 import base64
@@ -16,14 +16,14 @@ from starlette.responses import JSONResponse, Response
 
 from tilth.engines.client import EngineClient
 from tilth.engines.request import TextScores
-from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, events, in_one
+from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, in_one
+from tilth.serve.anthropic_body import PromptBody
 from tilth.serve.app import event_stream, unless_gone
 from tilth.serve.choices import ChatChoice, TextChoice, called_schema, hears_calls
+from tilth.serve.dialects import DIALECTS, Dialect, Form, PlainForm, add_turns
 from tilth.serve.errors import HttpError, http_error, read
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import DEFAULT_TOKENS, ServedModel
-from tilth.serve.response_body import ResponsesBody, renamed
-from tilth.serve.responses import ResponseForm
 from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, SampledBody, TokenizeBody
 
 LONG = 1 << 16
@@ -49,8 +49,8 @@ class OpenAI:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
         app.post("/v1/completions")(self.completions)
-        app.post("/v1/chat/completions")(self.chat)
-        app.post("/v1/responses")(self.responses)
+        add_turns(app, self._turn)
+        app.post("/v1/messages/count_tokens")(self.count_tokens)
         app.post("/v1/embeddings")(self.embeddings)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.one_model)
@@ -102,34 +102,27 @@ class OpenAI:
         if not longest:
             whole = {"choices": [one.silently() for one in choices], "usage": answer.counts(0)}
             return JSONResponse({**answer.head("text_completion"), **whole})
-        return await self._respond(request, answer, bool(body.stream))
+        return await self._respond(request, answer, PlainForm(body, {}), bool(body.stream))
 
-    async def chat(self, request: HttpRequest) -> Response:
-        """Answer a conversation."""
-        body = read(ChatBody, await request.body())
-        return await self._respond(request, await self._conversed(request, body), bool(body.stream))
+    async def _turn(self, request: HttpRequest, dialect: Dialect) -> Response:
+        """Answer a conversation, whatever the interface, by the body of a chat completion."""
+        asked, body = dialect.read(await request.body())
+        with dialect.renaming():
+            answer = await self._conversed(request, body)
+            form = dialect.form(asked, {**answer.head(answer.kind), "usage": answer.counts(0)})
+            return await self._respond(request, answer, form, bool(body.stream))
 
-    async def responses(self, request: HttpRequest) -> Response:
-        """Answer a conversation in the form of responses, by the body of a chat completion."""
-        body = read(ResponsesBody, await request.body())
-        try:
-            answer = await self._conversed(request, body.chat())
-            form = ResponseForm(body, answer)
-            if body.stream:
-                return event_stream(form.events(chunks(answer, admit(self.room, answer), self.metrics)))
-            return JSONResponse(form.whole(await unless_gone(request, in_one(self.room, answer, self.metrics))))
-        except HttpError as error:
-            raise renamed(error) from None
+    async def count_tokens(self, request: HttpRequest) -> Response:
+        """Return the number of tokens of a prompt, Anthropic's."""
+        dialect = DIALECTS["/v1/messages"]._replace(body=PromptBody)
+        _, body = dialect.read(await request.body())
+        with dialect.renaming():
+            return JSONResponse({"input_tokens": len(await self._prompt(request, body))})
 
     async def _conversed(self, request: HttpRequest, body: ChatBody) -> HttpAnswer:
         """Return the answer to a conversation, before it is admitted. Raises HttpError."""
         check_count(self.room, body.n or 1)
-        self.model.adapter(body.model)
-        shown = None if body.tool_choice == "none" else body.tools
-        variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        ids = await self._encoded(request, self.model.conversation, body.messages, shown, variables)
+        ids = await self._prompt(request, body)
         given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if given == 0:
             raise HttpError(400, "max_tokens: ask for at least 1", "max_tokens")
@@ -144,10 +137,19 @@ class OpenAI:
             "chat.completion", body.model, asked, [*choices], len(ids), "chatcmpl", _wants_usage(body), more
         )
 
-    async def _respond(self, request: HttpRequest, answer: HttpAnswer, stream: bool) -> Response:
+    async def _prompt(self, request: HttpRequest, body: ChatBody) -> list[int]:
+        """Return the token ids that the assistant continues. Raises HttpError."""
+        self.model.adapter(body.model)
+        shown = None if body.tool_choice == "none" else body.tools
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        return await self._encoded(request, self.model.conversation, body.messages, shown, variables)
+
+    async def _respond(self, request: HttpRequest, answer: HttpAnswer, form: Form, stream: bool) -> Response:
         if stream:
-            return event_stream(events(chunks(answer, admit(self.room, answer), self.metrics)))
-        return JSONResponse(await unless_gone(request, in_one(self.room, answer, self.metrics)))
+            return event_stream(form.events(chunks(answer, admit(self.room, answer), self.metrics)))
+        return JSONResponse(form.whole(await unless_gone(request, in_one(self.room, answer, self.metrics))))
 
     async def _encoded(self, request: HttpRequest, encode: Callable[..., T], *given: Any) -> T:
         """Return what ``encode`` returns; for a long body it works in a thread."""

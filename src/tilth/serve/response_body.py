@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tilth.serve.errors import HttpError, read
+from tilth.serve.errors import read
 from tilth.serve.schemas import (
     INT64,
     MOST,
@@ -149,7 +149,7 @@ class ResponsesBody(TextBody):
         return self
 
     def chat(self) -> ChatBody:
-        """Return the body of a chat completion. Raises HttpError in its field names; see ``renamed``."""
+        """Return the body of a chat completion. Raises HttpError in its field names; see ``FIELDS``."""
         shared = self.model_dump(exclude_none=True, include=ChatBody.model_fields.keys() - {"tools", "tool_choice"})
         found = {**shared, "messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.stream:
@@ -195,13 +195,3 @@ class ResponsesBody(TextBody):
 
 def _text(content: Content | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
-def renamed(error: HttpError) -> HttpError:
-    """Return an error of a chat completion with the names that its fields have in a response."""
-    old = (error.param or "").partition(".")[0]
-    if old not in FIELDS:
-        return error
-    text, new = str(error), FIELDS[old]
-    message = f"{new}{text.removeprefix(error.param or '')}" if text.startswith(error.param or "") else text
-    return HttpError(error.status, message, new, error.code)

@@ -6,17 +6,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from tilth.serve.answers import HttpAnswer
 from tilth.serve.app import event
 from tilth.serve.errors import HttpError
-from tilth.serve.response_body import ResponsesBody, renamed
+from tilth.serve.response_body import FIELDS, ResponsesBody
 
 
 class ResponseForm:
     """One response while its parts come; a whole answer is one part."""
 
-    def __init__(self, body: ResponsesBody, answer: HttpAnswer) -> None:
-        self._body, self._answer = body, answer
+    def __init__(self, body: ResponsesBody, head: Mapping[str, Any]) -> None:
+        """head: id, time and model of the chat completion."""
+        self._body, self._head = body, head
         self._output: list[dict[str, Any]] = []
         self._message = ""
         """Id of the message that is being written; "" if there is none."""
@@ -43,7 +43,7 @@ class ResponseForm:
                     for one in self._hear(part):
                         yield event(one)
             except HttpError as error:
-                told = renamed(error)
+                told = error.renamed(FIELDS)
                 yield event(self._event("error", message=str(told), code=told.code, param=told.param))
 
     def _hear(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -118,11 +118,11 @@ class ResponseForm:
         """Return the response as far as it is made."""
         body, cut = self._body, self._status == "incomplete"
         return {
-            "id": f"resp_{self._answer.id.partition('-')[2]}",
+            "id": f"resp_{self._head['id'].partition('-')[2]}",
             "object": "response",
-            "created_at": self._answer.created,
+            "created_at": self._head["created"],
             "completed_at": int(time.time()) if self._status == "completed" else None,
-            "model": self._answer.model,
+            "model": self._head["model"],
             "status": self._status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

@@ -89,19 +89,12 @@ class ResponseFormat(Body):
         return self
 
 
-class TextBody(Body):
-    """Fields that all requests for text share."""
+class ModelBody(Body):
+    """Body of a request to a model. neutral: field that this server does not support -> values besides null with which
+    it changes nothing."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
-    """Field that this server does not support -> values besides null with which it changes nothing."""
     model: Words
-    temperature: Annotated[float, Field(ge=0), AfterValidator(_representable)] | None = None
-    top_p: Annotated[float, Field(ge=TINY, le=1)] | None = None
-    stream: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -113,6 +106,23 @@ class TextBody(Body):
                 names = " or ".join([*map(repr, taken), "null"])
                 raise wrong(name, f"this server supports only {names}, not {shortened(value)}")
         return {k: v for k, v in body.items() if k not in cls.neutral} if isinstance(body, dict) else body
+
+
+class DrawnBody(ModelBody):
+    """Fields of all requests for text, by whatever interface."""
+
+    temperature: Annotated[float, Field(ge=0), AfterValidator(_representable)] | None = None
+    top_p: Annotated[float, Field(ge=TINY, le=1)] | None = None
+    stream: bool | None = None
+
+
+class TextBody(DrawnBody):
+    """Fields that all of OpenAI's requests for text share."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class SampledBody(TextBody):
@@ -252,6 +262,10 @@ class ChatBody(SampledBody):
             raise wrong("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise wrong("tool_choice", "tool_choice needs tools")
+        return self
+
+    def chat(self) -> "ChatBody":
+        """Return the body of a chat completion that asks for the same."""
         return self
 
 

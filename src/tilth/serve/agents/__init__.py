@@ -1,1 +1,1 @@
-"""Agents: programs of any OpenAI client, whose calls the policy answers."""
+"""Agents: programs of any client of OpenAI or Anthropic, whose calls the policy answers."""

@@ -1,4 +1,4 @@
-"""Agents: an episode that is a program of any OpenAI client, whose calls the policy answers.
+"""Agents: an episode that is a program of any client of OpenAI or Anthropic, whose calls the policy answers.
 
 It runs in a process of environments: a call's new messages are what an environment says, its answer is the policy's
 turn. Imports no torch, and the HTTP server on first use.
@@ -33,7 +33,8 @@ class Agent(SelfDriven, declares=False):
     _conversations: AgentConversations | None = None
 
     def run(self, info: dict[str, Any], base_url: str, api_key: str, model: str) -> Any:
-        """Play the episode with any OpenAI client: ``OpenAI(base_url=base_url, api_key=api_key)``; may be ``async``.
+        """Play the episode with any client: ``OpenAI(base_url=base_url, api_key=api_key)``, or
+        ``Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key)``; may be ``async``.
 
         info: the columns of the prompt's record. The key is the episode's own, and good until ``run`` ends.
         """

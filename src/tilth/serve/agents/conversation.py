@@ -48,11 +48,17 @@ class Turn(NamedTuple):
     facts: Message
 
     @property
-    def finish(self) -> str:
-        """Return ``finish_reason``."""
-        if self.facts.get("finish", "stop") != "stop":
-            return "length"
-        return "tool_calls" if "tool_calls" in self.message else "stop"
+    def end(self) -> dict[str, str]:
+        """Return ``finish_reason``, and vLLM's ``stop_reason`` where a stop string of the call ended the turn."""
+        cut = self.facts.get("finish", "stop") != "stop"
+        found = {"finish_reason": "length" if cut else "tool_calls" if "tool_calls" in self.message else "stop"}
+        return {**found, "stop_reason": self.facts["stopped"]} if "stopped" in self.facts else found
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens."""
+        before, new = self.facts.get("counts", (0, 0))
+        return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
 
 
 class _Conversation:

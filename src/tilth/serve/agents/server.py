@@ -1,8 +1,8 @@
-"""HTTP server of a process of agents: OpenAI's chat completions on this machine, a key for each episode."""
+"""HTTP server of a process of agents: OpenAI's and Anthropic's interfaces on this machine, a key for each episode."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from threading import Lock, Thread
 from typing import Any
@@ -11,14 +11,16 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tilth.process.access import listen
+from tilth.process.access import listen, token_of
 from tilth.serve.agents.conversation import MODEL, PARALLEL, AgentConversations, Turn
-from tilth.serve.app import DONE, LEFT, bare_app, event, event_stream, unless_gone
-from tilth.serve.errors import HttpError, read
+from tilth.serve.app import LEFT, bare_app, event_stream, headers_of, unless_gone
+from tilth.serve.dialects import DIALECTS, Dialect, add_turns
+from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 
 KEEP_ALIVE = 3600
 """Seconds that an idle connection of a client stays open: an agent may work long between two calls."""
+COUNTS = "/v1/messages/count_tokens"
 LEAVING = 1.0
 """Seconds in which the server has seen that a client has left, whose call the client makes anew."""
 
@@ -34,7 +36,7 @@ class AgentServer:
         listener = listen("127.0.0.1", 0)
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         app = bare_app()
-        app.post("/v1/chat/completions")(self.chat)
+        add_turns(app, self._turn)
         app.get("/v1/models")(self.models)
         app.post("/{path:path}")(self.other)
         quiet: dict[str, Any] = {"lifespan": "off", "server_header": False, "log_level": "warning", "access_log": False}
@@ -51,8 +53,7 @@ class AgentServer:
         self._episodes.pop(episode.token, None)
 
     def _episode(self, request: Request) -> AgentConversations:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        episode = self._episodes.get(token.strip()) if scheme.lower() == "bearer" else None
+        episode = self._episodes.get(token_of(headers_of(request.scope)).decode("latin-1"))
         if episode is None:
             message = "no running episode has this api_key: it is wrong, or the episode has ended"
             raise HttpError(401, message, code="invalid_api_key")
@@ -67,21 +68,26 @@ class AgentServer:
     async def other(self, request: Request) -> Response:
         """Refuse a call of something else."""
         episode = self._episode(request)
-        message = f"there is no {request.url.path} for an agent; call /v1/chat/completions (chat.completions.create)"
+        message = f"there is no {request.url.path} for an agent, but {', '.join(DIALECTS)}"
+        if request.url.path.startswith("/v1/v1"):
+            message += "; this client adds /v1 itself: give it base_url without"
         error = HttpError(404, message)
+        if request.url.path == COUNTS:  # clients ask for it by the way, and can do without
+            raise error
         episode.refuse(error)
         raise error
 
-    async def chat(self, request: Request) -> Response:
+    async def _turn(self, request: Request, dialect: Dialect) -> Response:
         """Answer a call with the policy's turn."""
         episode = self._episode(request)
         try:
-            body = read(ChatBody, await request.body())
+            asked, body = dialect.read(await request.body())
             if body.model != MODEL:
                 message = f"there is no model {body.model!r}; this server has {MODEL}"
                 raise HttpError(404, message, "model", "model_not_found")
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
-            turn = await _called(episode, body, again, lambda work: unless_gone(request, work))
+            with dialect.renaming():
+                turn = await _called(episode, body, again, lambda work: unless_gone(request, work))
         except HttpError as error:
             if error.status != LEFT:
                 episode.refuse(error)
@@ -92,12 +98,14 @@ class AgentServer:
             episode.leave(turn)
             raise
         if isinstance(found, HttpError):
-            raise found
+            raise found.renamed(dialect.fields)
         head = {"id": f"chatcmpl-{episode.token[:8]}", "created": int(time.time()), "model": MODEL}
+        form = dialect.form(asked, {**head, "usage": {**found.usage, "completion_tokens": 0}})
         if body.stream:
-            return event_stream(_events(head, found, body))
-        choice = {"index": 0, "message": found.message, "finish_reason": found.finish, **_logprobs(found, body)}
-        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(found)})
+            return event_stream(form.events(_chunks(head, found, body)))
+        choice = {"index": 0, "message": found.message, **found.end, **_logprobs(found, body)}
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": found.usage}
+        return JSONResponse(form.whole(whole))
 
 
 async def _called(episode: AgentConversations, body: ChatBody, again: bool, wait: Wait) -> "Future[Turn | HttpError]":
@@ -121,24 +129,18 @@ async def _answered(turn: "Future[Turn | HttpError]") -> Turn | HttpError:
     return await asyncio.shield(asyncio.wrap_future(turn))
 
 
-async def _events(head: dict[str, Any], turn: Turn, body: ChatBody) -> AsyncIterator[str]:
-    """Yield a turn as a stream: its text in one piece, then each call."""
+async def _chunks(head: dict[str, Any], turn: Turn, body: ChatBody) -> AsyncGenerator[dict[str, Any]]:
+    """Yield a turn as the chunks of a stream: its text in one piece, then each call."""
     calls = turn.message.get("tool_calls", ())
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": turn.message["content"] or ""}]
     deltas += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(calls)]
     head = {**head, "object": "chat.completion.chunk"}
     for at, delta in enumerate([*deltas, {}]):
-        finish = turn.finish if at == len(deltas) else None
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, **(_logprobs(turn, body) if at == 0 else {})}
-        yield event({**head, "choices": [choice]})
+        end = turn.end if at == len(deltas) else {"finish_reason": None}
+        choice = {"index": 0, "delta": delta, **end, **(_logprobs(turn, body) if at == 0 else {})}
+        yield {**head, "choices": [choice]}
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield event({**head, "choices": [], "usage": _usage(turn)})
-    yield DONE
-
-
-def _usage(turn: Turn) -> dict[str, int]:
-    before, new = turn.facts.get("counts", (0, 0))
-    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+        yield {**head, "choices": [], "usage": turn.usage}
 
 
 def _logprobs(turn: Turn, body: ChatBody) -> dict[str, Any]:
