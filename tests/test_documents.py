@@ -52,6 +52,7 @@ ELSEWHERE = {
     "vllm-env/bin/pip": "that environment",
     "tilth run addition-grpo rollout.engine=vllm": "that environment",
     "tilth run addition-grpo run.checkpoints=s3://": "a store",
+    "tilth env try 'mcp:": "a server of one's own; tests/envs/test_mcp.py has one",
     "tilth serve": "it serves until Ctrl-C; tests/serve/test_app.py has one",
     "tilth ui": "it serves until Ctrl-C; tests/ui/web/test_pages.py has one",
     "tilth trace capture": "a run that goes on; tests/cli/test_capture.py has one",

@@ -1,4 +1,4 @@
-"""Environments of other packages, as they are: ``rollout.environment=verifiers:NAME`` and ``gymnasium:ID``.
+"""Environments of other packages, as they are: ``rollout.environment=verifiers:NAME``, ``gymnasium:ID`` and others.
 
 A subclass in a plain file chooses further options: see ``VerifiersEnvironment`` and ``GymnasiumEnvironment``.
 """
@@ -20,15 +20,14 @@ from tilth.core.errors import PluginError
 from tilth.envs.environment import Environment, EnvironmentFault, Message
 
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
-INSTALL = {"verifiers": "pip install verifiers", "gymnasium": "pip install gymnasium"}
 TASKSET = "tilth.serve.agents.taskset:VerifiersTaskset"
 """Adapter of what ``verifiers`` is from 0.4 on: programs that call a model over HTTP."""
 
 
 def adapted(kind: str, name: str) -> type[Environment]:
     """Return the class for an environment of another package. kind: a key of ``ADAPTERS``."""
-    base = resolve_name(TASKSET) if kind == "verifiers" and has_tasksets() else ADAPTERS[kind]
-    return type(f"_{kind}", (base,), {"id": name})
+    base = TASKSET if kind == "verifiers" and has_tasksets() else ADAPTERS[kind]
+    return type(f"_{kind}", (resolve_name(base) if isinstance(base, str) else base,), {"id": name})
 
 
 def has_tasksets() -> bool:
@@ -39,10 +38,10 @@ def has_tasksets() -> bool:
         return False  # its adapter says so
 
 
-def missing(kind: str, error: Exception) -> PluginError:
-    """Return the error of a package that cannot be imported."""
-    message = f"rollout.environment={kind}:NAME needs a package that cannot be imported: {error}; {INSTALL[kind]}"
-    return PluginError(message, key=f"environment.{kind}")
+def missing(kind: str, error: Exception, package: str = "") -> PluginError:
+    """Return the error of a package that cannot be imported. package: its name, where it is not that of the kind."""
+    message = f"rollout.environment={kind}:NAME needs a package that cannot be imported: {error}"
+    return PluginError(f"{message}; pip install {package or kind}", key=f"environment.{kind}")
 
 
 class VerifiersEnvironment(Environment, declares=False):
@@ -327,4 +326,9 @@ class GymnasiumEnvironment(Environment, declares=False):
         return f"a text of {space.min_length} to {space.max_length} characters of {letters}"
 
 
-ADAPTERS: dict[str, type[Environment]] = {"verifiers": VerifiersEnvironment, "gymnasium": GymnasiumEnvironment}
+ADAPTERS: dict[str, type[Environment] | str] = {
+    "verifiers": VerifiersEnvironment,
+    "gymnasium": GymnasiumEnvironment,
+    "mcp": "tilth.envs.mcp:McpEnvironment",
+}
+"""Package -> its adapter, or the name of one that is imported where it is asked for."""
