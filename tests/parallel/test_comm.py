@@ -22,7 +22,7 @@ from tilth.analysis.read import read_events
 from tilth.core.layout import Mesh
 from tilth.parallel import checksums, comm, fsdp
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.gradients import GradientSums
+from tilth.parallel.reducer import GradientReducer
 from tilth.trace import recorder, span
 
 HERE = "tests.parallel.test_comm:"
@@ -386,16 +386,16 @@ def test_a_rank_works_between_the_start_of_a_collective_and_its_end(pool):
 
 
 def test_a_bucket_of_gradients_is_filled_while_the_one_before_is_summed(monkeypatch):
-    monkeypatch.setattr("tilth.parallel.gradients.BUCKET", 8)
+    monkeypatch.setattr("tilth.parallel.reducer.BUCKET", 8)
     order = []
 
-    class Reducer:
+    class Reducer(GradientReducer):
         def all_reduce(self, x, group, key):
             order.append(f"start {key}")
             return SimpleNamespace(wait=lambda: (order.append(f"end {key}"), x.mul_(2)))
 
     grads = [torch.full((n,), float(n)) for n in (2, 1, 1, 3)]
-    GradientSums._add_up(SimpleNamespace(reducer=Reducer()), "copies", grads, object())
+    Reducer().sum_in_place(grads, object(), "copies")
     assert [g.tolist() for g in grads] == [[4, 4], [2], [2], [6, 6, 6]]
     assert order == [f"{what} copies.{i}" for what, i in (
         ("start", 0), ("start", 2), ("end", 0), ("start", 3), ("end", 2), ("end", 3)

@@ -17,7 +17,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.experts import check_experts
-from tilth.parallel.gradients import GradientSums
+from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.sharded import shard
 from tilth.training.experts import ExpertOptions
 
@@ -126,7 +126,7 @@ def test_a_sum_of_experts_gradients_that_is_forgotten_is_seen(pool):
 
 
 def without_sum(rank, case):
-    with unittest.mock.patch.object(GradientSums, "_add_up", lambda *given: None):
+    with unittest.mock.patch.object(GradientReducer, "sum_in_place", lambda *given: None):
         return train(rank, case)["results"][0].grad_norm
 
 

@@ -12,7 +12,7 @@ from tilth.config.axes import AXES, DATA, ENGINE_AXES, MODEL, over
 from tilth.config.code import keyword_options
 from tilth.config.errors import AxisError, RecipeError, TilthError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
-from tilth.config.open_sets import COMPRESSORS, algorithm_names
+from tilth.config.open_sets import COMPRESSORS, LOCAL_METHODS, algorithm_names
 from tilth.config.plugins import SERVED, declared, shipped_tasks, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import AlgorithmConfig, CommConfig, LayoutConfig, MixtureSource, Recipe, RewardConfig
@@ -42,7 +42,9 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` if workers, pools and layouts contradict each other or other keys."""
-    refuse(recipe, _roles, _workers, _pools, _search, _fill, _divided, _comm, _limits, _rollback, _spares, _profile)
+    refuse(
+        recipe, _roles, _workers, _pools, _search, _fill, _divided, _comm, _local, _limits, _rollback, _spares, _profile
+    )
 
 
 def refuse(recipe: Recipe, *rules: Callable[[Recipe], Refusals]) -> None:
@@ -656,11 +658,13 @@ def _comm(recipe: Recipe) -> Refusals:
     """Check what compression of the policy's gradients cannot do, and keys that are for it alone."""
     c, layout, exact = recipe.policy.comm, recipe.policy.layout, recipe.policy.comm.gradients == "exact"
     name = "policy.comm.gradients" if not exact else "policy.comm.weights"
-    for key in ("feedback", "two_way", "options", "node_size", *(["smallest"] if c.exact else [])) if exact else ():
+    keys = ["feedback", "two_way", "node_size"] + ["options"] * (c.local == "none")
+    keys += ["smallest"] * (c.weights == "exact" and c.local != "cser")
+    for key in keys if exact else ():
         if getattr(c, key) != getattr(CommConfig(), key):
             why = "has no use with policy.comm.gradients = exact; leave it out, or use a compressor"
             yield f"policy.comm.{key}.unused", why
-    if c.exact:
+    if exact and c.weights == "exact":
         return
     if c.options:  # else torch is not imported
         own = keyword_options(resolve(COMPRESSORS[c.gradients].made))
@@ -693,6 +697,52 @@ def _comm(recipe: Recipe) -> Refusals:
     if c.two_way and (sharded or layout.zero == 1):
         why = "compresses sums on their way to copies (dp), and here each rank keeps its part of them; use false"
         yield "policy.comm.two_way.zero", why
+
+
+def _local(recipe: Recipe) -> Refusals:
+    """Check what local methods cannot do, and keys that are for them alone."""
+    c, layout, name, rank = recipe.policy.comm, recipe.policy.layout, "policy.comm.local", recipe.policy.lora.rank
+    if c.local == "none":
+        if c.every > 1:
+            yield "policy.comm.every.unused", f"is a period of {name}, which is none; set it to 1, or use average"
+        return
+    if c.options:  # else torch is not imported
+        own = keyword_options(resolve(LOCAL_METHODS[c.local]))
+        yield from _options("policy.comm", f"local method {c.local}", own, c.options)
+    for key in ("gradients", "weights"):
+        if getattr(c, key) != "exact":
+            yield f"policy.comm.{key}.local", f"has no use with {name} = {c.local}, which sends models; use exact"
+    if recipe.flow_spec.learns not in ("answers", "documents"):
+        why = f"trains a model on each data rank, and flow = {recipe.flow} needs a common one in each step"
+        yield f"{name}.flow", f"{why}; use none, or flow sft or pretrain"
+    if rank:
+        yield f"{name}.lora", f"averages what weights learn, which policy.lora.rank = {rank} freezes; use none"
+    if recipe.train.ema:
+        yield "train.ema.local", f"follows one model, and {name} = {c.local} has one on each data rank; set it to 0"
+    if "noise_scale" in recipe.train.watch:
+        yield (
+            "train.watch.local",
+            f": noise_scale needs summed gradients, and {name} = {c.local} sums none; leave it out",
+        )
+    if c.local == "adaalter" and recipe.optimizer.name != c.local:
+        why = f"averages the sums of squares of optimizer.name = adaalter, not {recipe.optimizer.name}; or use average"
+        yield f"{name}.optimizer", why
+    if recipe.cluster.search:
+        return
+    sizes = layout.meshed(pools(recipe)[pool_of(recipe, "policy")])
+    for axis in (axis for axis in over(*DATA) if axis != "dp" and sizes[axis] > 1):
+        key = f"{name}.zero" if axis in over("rows") and axis in over(*MODEL) else f"{name}.{axis}"
+        why = (
+            f"needs a whole model on each data rank, and policy.layout.{axis} = {sizes[axis]} with zero = {layout.zero}"
+        )
+        yield key, f"{why} has parts of one; use dp in its place"
+    if layout.zero == 1:
+        yield (
+            f"{name}.zero",
+            "needs an optimizer for each data rank, and policy.layout.zero = 1 divides one; leave it out",
+        )
+    if sizes["dp"] == 1:
+        yield f"{name}.ranks", "brings the models of data ranks together, and there is one; use none, or more workers"
 
 
 def _copied(spec: RoleSpec, layout: LayoutConfig) -> Refusals:

@@ -56,6 +56,13 @@ COMPRESSORS = {
     "sdp4bit": CompressorSpec("tilth.parallel.two_level:TwoLevels", state=()),
 }
 """Compressors of gradients by name; plugins add to it. Those without bias need no residual, which learns worse."""
+LOCAL_METHODS = {
+    "cser": "tilth.parallel.local:ErrorReset",
+    "average": "tilth.parallel.local:Averaging",
+    "adaalter": "tilth.parallel.local:LocalAdaAlter",
+}
+"""Ways in which data ranks learn apart by name -> class; its keyword-only arguments but those of ``Averaging`` are
+options."""
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
 """Name of each tracker of Tilth -> its class in ``tilth.ui.track``."""
 ALGORITHMS: dict[str, dict[str, Any]] = {}

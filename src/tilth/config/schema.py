@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
-from tilth.config.open_sets import COMPRESSORS, OPTIMIZERS, TRACKERS, OneOf
+from tilth.config.open_sets import COMPRESSORS, LOCAL_METHODS, OPTIMIZERS, TRACKERS, OneOf
 from tilth.config.parts import (
     Adapters,
     Count,
@@ -387,13 +387,19 @@ class RewardModelConfig(RoleSection):
 
 
 class CommConfig(Section):
-    """Messages of a step between ranks with the same parameters."""
+    """Messages of a step between ranks with the same parameters, and how far these learn apart."""
 
     gradients: Annotated[
         str, OneOf(lambda: ["exact", *COMPRESSORS], "compressor"), Fixed("what it left out waits for the next step")
     ] = Field("exact", description="how gradients travel: exact, or by a compressor, of a plugin too")
     weights: Annotated[Literal["exact", "difference4"], Fixed("what it left out waits for the next step")] = Field(
         "exact", description="with layout.zero = 1, how new weights travel; difference4: changes in 4 bits a value"
+    )
+    local: Annotated[str, OneOf(lambda: ["none", *LOCAL_METHODS]), Fixed("its data ranks have models of their own")] = (
+        Field("none", description="how data ranks learn apart: cser, average, adaalter; none: they have one model")
+    )
+    every: Annotated[Positive, Fixed("its data ranks have models of their own")] = Field(
+        1, description="local: steps from one meeting of the models of all data ranks to the next"
     )
     feedback: bool = Field(
         True, description="add what the compressor leaves out of a gradient to the next one, if it declares a residual"
@@ -409,12 +415,12 @@ class CommConfig(Section):
         1,
         description="sdp4bit: neighbouring data ranks with fast links, on which gradients have 8 bits a value",
     )
-    options: Options = Field({}, description="keyword arguments of the compressor")
+    options: Options = Field({}, description="keyword arguments of the compressor, or of the local method")
 
     @property
     def exact(self) -> bool:
-        """True if nothing is compressed."""
-        return self.gradients == self.weights == "exact"
+        """True if nothing is compressed, and ranks learn together."""
+        return self.gradients == self.weights == "exact" and self.local == "none"
 
     @property
     def residual(self) -> bool:

@@ -20,11 +20,8 @@ from torch.autograd.function import once_differentiable
 from tilth.models.decoder import Decoder, Linear, linear
 from tilth.models.moe import StackedLinear, grouped_linear
 from tilth.parallel.comm import is_dtensor
-from tilth.parallel.reducer import EXACT, GradientReducer
+from tilth.parallel.reducer import BUCKET, EXACT, GradientReducer
 from tilth.parallel.tensor import RowLinear
-
-BUCKET = 1 << 25
-"""Bytes of gradients that one collective sums."""
 
 
 class GradientFactors(NamedTuple):

@@ -5,8 +5,7 @@ of a gradient, and those of gradients that a pipeline defers. Sums over ranks ar
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from tilth.core.layout import Layout
 from tilth.models.decoder import Decoder
 from tilth.models.moe import Experts
 from tilth.parallel.checksums import GivenSums, GradientDigests, exact_sum
-from tilth.parallel.comm import Collective, Group, is_dtensor, is_fsdp
-from tilth.parallel.deferred import BUCKET, DeferredGradients
+from tilth.parallel.comm import Group, is_dtensor, is_fsdp
+from tilth.parallel.deferred import DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.zero import GradientShards, UpdateShards
@@ -58,6 +57,8 @@ class GradientSums:
         """(experts only, N): the gradients are checked every N steps."""
         self.given = [given for look in self.looks if (given := self._watched(*look)) is not None]
         self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self.looks]
+        self._changed = ""
+        """Names of gradients that changed before they were multiplied."""
         self._early = dict[str, Tensor]()
         """Sums of shards of gradients that change afterwards: a further group adds to them, or copies take them."""
 
@@ -77,6 +78,7 @@ class GradientSums:
     def begin(self, step: int) -> None:
         """Begin a step: forget what was given in the one before."""
         self.reducer.begin(step)
+        self._changed = ""
         for given in self.given:
             given.begin(step)
         for single in self._single:
@@ -110,11 +112,12 @@ class GradientSums:
     def _held_alone(self, experts: bool) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters, of experts or all others, with gradients that no other rank holds, nor FSDP sends,
         where there are several ranks."""
-        partial = {name for _, names in self._partial for name in names}
-        if len(self._grid.mesh) > 1 and self._grid.group(*self._grid.mesh.copies) is None:
+        partial, apart = {name for _, names in self._partial for name in names}, self.reducer.apart
+        if len(self._grid.mesh) > 1 and (apart or self._grid.group(*self._grid.mesh.copies) is None):
             for name, p in self._own.items():
                 mine = (p in self._stacked) == experts and name not in partial
-                if mine and p.requires_grad and not is_dtensor(p) and not copied_along(self._layouts[name]):
+                alone = apart or not copied_along(self._layouts[name])
+                if mine and alone and p.requires_grad and not is_dtensor(p):
                     yield name, p
 
     @torch.no_grad()
@@ -143,17 +146,21 @@ class GradientSums:
             self._shards.scatter()
         elif self._shards is not None:
             self._early = self._shards.sum_up()
+        elif self.reducer.apart:
+            self._changed = self._changed_alone()  # before the program changes them
+            own = [p.grad for p in self._local.values() if p.grad is not None]
+            torch._foreach_mul_(own, self._grid.size(*self._grid.mesh.copies))
         else:
             by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
             apart = [p for name, p in self._local.items() if name not in by_fsdp]
             copied = [p.grad for p in apart if p.grad is not None and p.numel()]
-            self._add_up("copies", copied, self._grid.group(*self._grid.mesh.copies))
+            self.reducer.sum_in_place(copied, self._grid.group(*self._grid.mesh.copies), "copies")
         partial = {name for _, names in self._partial for name in names}
         further = [n for given in self.given for n in given.names if n in partial and n not in self._early]
         self._early |= {n: self._shard_sum([n]) for n in further}
         for number, (group, names) in enumerate(self._partial):
             grads = [self._summed[name].grad for name in names]
-            self._add_up(f"partial.{number}", [grad for grad in grads if grad is not None], group)
+            self.reducer.sum_in_place([grad for grad in grads if grad is not None], group, f"partial.{number}")
 
     @torch.no_grad()
     def misreduced(self) -> str:
@@ -163,7 +170,7 @@ class GradientSums:
         A collective call of the data ranks after ``reduce``. It sees sums: a difference below the rounding of the
         whole gradient stays unseen, and one that is not finite is the business of the gradient's norm.
         """
-        changed = " and ".join(filter(None, [single.changed() for single in self._single]))
+        changed = self._changed or self._changed_alone()
         wrong = f"that of {changed} has other bits than the backward pass has left" if changed else ""
         if self._late or not any(given.looks for given in self.given):
             return wrong
@@ -183,6 +190,10 @@ class GradientSums:
                 wrong = f"the shard's sum is {shard:.9g}, all ranks gave {gave:.9g} for it; {explained}"
         return wrong
 
+    def _changed_alone(self) -> str:
+        """Return the names of gradients that this rank alone holds and that are not as backward passes left them."""
+        return " and ".join(filter(None, [single.changed() for single in self._single]))
+
     def _shard_sum(self, names: Sequence[str]) -> Tensor:
         grads = [grad for name in names if (grad := self._summed[name].grad) is not None]
         assert len(grads) == len(names)  # since ``reduce``
@@ -192,28 +203,3 @@ class GradientSums:
     def _late(self) -> Set[str]:
         """Parameters whose gradients backward passes leave to be computed."""
         return frozenset() if self._deferred is None else self._deferred.names
-
-    def _add_up(self, key: str, tensors: Sequence[Tensor], group: Group | None) -> None:
-        """Sum over the group, in place, in flat buckets: one is on its way while the next one is filled."""
-        if group is None:
-            return
-        bucket, ends = list[Tensor](), list[Callable[[], None]]()
-        for i, tensor in enumerate(tensors):
-            bucket.append(tensor)
-            following = tensors[i + 1] if i + 1 < len(tensors) else None
-            full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
-            if following is None or full or following.dtype != tensor.dtype:
-                flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
-                ends.append(partial(_spread, self.reducer.all_reduce(flat, group, f"{key}.{i}"), flat, bucket))
-                bucket = []
-                if len(ends) > 1:
-                    ends.pop(0)()
-        for end in ends:
-            end()
-
-
-def _spread(summed: Collective, flat: Tensor, bucket: Sequence[Tensor]) -> None:
-    """Wait for the sum of a flat bucket, and copy it to its tensors."""
-    summed.wait()
-    for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
-        t.copy_(part.view_as(t))

@@ -1,14 +1,20 @@
 """The sum of gradients over ranks, as one object that another may replace: one that sends less than it is given."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilth.core.layout import Layout
 from tilth.parallel.comm import Collective, Group, all_gather, all_reduce, reduce_scatter
 from tilth.parallel.dims import ParallelDims
 from tilth.plan.rules import Table
+
+BUCKET = 1 << 25
+"""Bytes of tensors that one collective sums."""
 
 
 class GradientPiece(NamedTuple):
@@ -45,6 +51,9 @@ class GradientReducer:
     """True: ``gather_weights`` needs the weights before a step in its ``out``."""
     by_parts = False
     """True: ranks with the same parameters each sum a part of the gradients, and gather the sums."""
+    apart = False
+    """True: nothing sums gradients over copies (``mesh.copies``). Each rank learns from its own, times the number of
+    copies, and ``settle`` brings their models together."""
 
     def bind(
         self,
@@ -83,8 +92,45 @@ class GradientReducer:
         """Start to sum contiguous x [n] over the group in place; the same bits on every rank."""
         return all_reduce(x, group)
 
+    def sum_in_place(self, tensors: Sequence[Tensor], group: Group | None, key: str) -> None:
+        """Sum tensors over the group, in flat buckets: one is on its way while the next one is filled."""
+        if group is None:
+            return
+        bucket, ends = list[Tensor](), list[Callable[[], None]]()
+        for i, tensor in enumerate(tensors):
+            bucket.append(tensor)
+            following = tensors[i + 1] if i + 1 < len(tensors) else None
+            full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
+            if following is None or full or following.dtype != tensor.dtype:
+                flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
+                ends.append(partial(_spread, self.all_reduce(flat, group, f"{key}.{i}"), flat, bucket))
+                bucket = []
+                if len(ends) > 1:
+                    ends.pop(0)()
+        for end in ends:
+            end()
+
+    def prepare(self) -> None:
+        """Prepare for the optimizer's step."""
+
     def settle(self, learned: bool) -> None:
         """End a step. learned: False drops what it left out, as its gradients were dropped."""
+
+    def follow(self, optimizer_state: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Give it the state of the optimizer, by kind and parameter: "exp_avg.NAME"."""
+
+    def restart(self) -> None:
+        """Begin a phase with a state of zeros; a collective call."""
+        for tensor in self.state().values():
+            tensor.zero_()
+
+    def equal(self, name: str) -> bool:
+        """True if copies of a parameter have the same bits now, between two steps."""
+        return True
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let copies of the parameters be equal in the block, the mean of what they are; a collective call."""
+        return nullcontext()
 
     def state(self) -> Mapping[str, Tensor]:
         """Return this rank's parts of the tensors that the next step depends on, by name."""
@@ -93,6 +139,17 @@ class GradientReducer:
     def layouts(self) -> Mapping[str, Layout]:
         """Return the layouts of all tensors of ``state``, those of other ranks included."""
         return {}
+
+    def divided(self, rows: Tensor, ranks: int) -> Tensor:
+        """Return what each of this number of ranks gets of a state that others had: rows [ranks before, ...]."""
+        return rows.sum(0) / ranks
+
+
+def _spread(summed: Collective, flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    """Wait for the sum of a flat bucket, and copy it to its tensors."""
+    summed.wait()
+    for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
+        t.copy_(part.view_as(t))
 
 
 EXACT = GradientReducer()

@@ -26,7 +26,7 @@ from tilth.models.unread import block, shapes
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.comm import is_dtensor, is_fsdp
 from tilth.parallel.context import ContextParallel, Style
-from tilth.parallel.deferred import BUCKET, DeferredGradients
+from tilth.parallel.deferred import DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division, divided
 from tilth.parallel.gradients import GradientSums, Partial
@@ -39,7 +39,7 @@ from tilth.parallel.pipeline import (
     share,
     share_object,
 )
-from tilth.parallel.reducer import EXACT, GradientReducer
+from tilth.parallel.reducer import BUCKET, EXACT, GradientReducer
 from tilth.parallel.zero import GradientShards, Kind, UpdateShards
 from tilth.plan.layout import copied_along, layouts, nested, update_layouts
 from tilth.plan.lora import has_adapters, is_adapter
@@ -315,7 +315,9 @@ class ShardedModel:
         learned = {name: p for name, p in self.parameters.items() if p.requires_grad}
         held = {name: self.layouts[name] for name in self.learned}
         reducer, table, kinds = self.gradients.reducer, self.model.table, dict[Kind, dict[str, Shape]]()
-        if self.zero != 1 and not reducer.by_parts:
+        if reducer.apart:
+            reducer.bind(self.grid, held, held, table, learned)
+        if reducer.apart or (self.zero != 1 and not reducer.by_parts):
             return learned
         parts = update_layouts(held, table, matrices if self.zero == 1 else ())
         reducer.bind(self.grid, {name: self._given[name] for name in held}, parts, table, learned)

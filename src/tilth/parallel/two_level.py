@@ -17,6 +17,7 @@ from torch import Tensor
 from tilth.config.schema import CommConfig
 from tilth.parallel.comm import Group
 from tilth.parallel.compress import Compressor, Dither, compressor_of
+from tilth.parallel.local import local_method
 from tilth.parallel.reducer import EXACT, GradientReducer, Pieces, split
 from tilth.parallel.sync import Coder, CompressedReducer, exchanged
 
@@ -124,6 +125,8 @@ def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
     """Return what sums gradients by the keys of ``policy.comm``. RecipeError, PluginError: see ``compressor_of``."""
     if comm.exact:
         return EXACT
+    if comm.local != "none":
+        return local_method(comm, seed)
     weights = Dither(bits=4, group=2048) if comm.weights == "difference4" else None
     how: dict[str, Any] = {"weights": weights, "smallest": comm.smallest, "seed": seed}
     made = None if comm.gradients == "exact" else compressor_of(comm.gradients, comm.options)

@@ -270,7 +270,8 @@ class PolicyWorker(Learner):
         columns = batch.read(self.store, "tokens", "mask")
         mask = columns["mask"].values
         media = media_of(batch, self.store)
-        found = forward(self.engine, packed_logprobs, columns["tokens"], mask, columns=media, plan=plan)
+        with self.sharded.gradients.reducer.averaged():
+            found = forward(self.engine, packed_logprobs, columns["tokens"], mask, columns=media, plan=plan)
         return {"loss": rl.Metric(-float(found.sum(dtype=np.float64)), float(mask.sum(dtype=np.int64)), "mean")}
 
     def _account(self, found: UpdateResult) -> Metrics:

@@ -3,7 +3,7 @@
 import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +17,11 @@ from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
 from tilth.core.checksum import checksum
 from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
-from tilth.core.layout import Box
+from tilth.core.layout import Box, Layout
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.sharded import ShardedModel
+from tilth.parallel.sync import by_rank
 from tilth.plan.batch import MicroBatchLimits
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, UpdateResult
@@ -60,8 +61,16 @@ class Stateful:
         raise NotImplementedError
 
     def saved(self) -> Groups:
-        """Return what of them a checkpoint holds."""
+        """Return what of them a snapshot holds."""
         return self.groups()
+
+    def published(self) -> Groups:
+        """Return what a checkpoint holds: what is saved, with models that others can read."""
+        return self.saved()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let ranks that learn apart have one model in the block; a collective call."""
+        return nullcontext()
 
     @transfer(split="all", gather="first", reads=True)
     def position(self) -> dict[str, float]:
@@ -71,7 +80,7 @@ class Stateful:
     @transfer(split="all", gather="first", reads=True)
     def kept(self) -> list[str]:
         """Return the names of its groups."""
-        return list(self.saved())
+        return list(self.published())
 
     @transfer(split="all", gather="all", patient=True, reads=True)
     def save(self, folder: str, background: bool) -> str:
@@ -81,7 +90,8 @@ class Stateful:
         message of this save or the one before, or "".
         """
         try:
-            self._saver.start(folder, self.saved(), self.grid.rank, self._part, background=background)
+            with self.averaged():
+                self._saver.start(folder, self.published(), self.grid.rank, self._part, background=background)
         except (StorageError, CheckpointError) as error:
             return str(error)
         return ""
@@ -163,6 +173,8 @@ class Learner(Stateful):
         self.engine = engine
         self._names = model, optimizer
         self._frozen = self._base_sums() if based and engine.sharded.adapted else {}
+        self._rows = dict[str, Layout]()
+        """Layouts of the optimizer's state of ranks that learn apart."""
         engine.before_update, engine.after_update = self._before_update, self._after_update
 
     @property
@@ -179,12 +191,15 @@ class Learner(Stateful):
             self._at_rest.remember(self.groups(), done.flops)
 
     def groups(self) -> Groups:
-        (model, optimizer), layouts = self._names, self.sharded.update_layouts
+        (model, optimizer), layouts, reducer = self._names, self.sharded.update_layouts, self._reducer
         state, average = self.engine.optimizers.state_tensors(), self.engine.ema.tensors
         kinds = {name: tensor.dtype for name, tensor in state.items()}
         if self.sharded.pipeline is not None or self.sharded.updates is not None:
             kinds = self.engine.optimizers.state_dtypes({n: self.sharded.dtypes[n] for n in self.sharded.learned})
-        found = {model: weights_group(self.sharded), optimizer: Group(state, state_layouts(layouts, kinds), kinds)}
+        equal = [name for name in self.sharded.layouts if reducer.equal(name)]
+        found = {model: weights_group(self.sharded, equal)} if equal else {}
+        found[optimizer] = Group(state, state_layouts(layouts, kinds), kinds)
+        found |= {optimizer: self._by_rank(found[optimizer])} if reducer.apart else {}
         found |= {"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {}
         return found | ({self._reducing: left_out} if (left_out := self._left_out()).layouts else {})
 
@@ -194,6 +209,22 @@ class Learner(Stateful):
         if self._frozen:
             groups[self._names[0]] = weights_group(sharded, sharded.learned)
         return groups
+
+    def published(self) -> Groups:
+        found, model = self.saved(), self._names[0]
+        whole = {model: weights_group(self.sharded)} if self._reducer.apart else {}
+        return whole | found | whole
+
+    def _by_rank(self, group: Group) -> Group:
+        """Return the optimizer's state of ranks that learn apart: [data ranks, ...], but for numbers."""
+        for name, layout in group.layouts.items():
+            if name not in self._rows:
+                self._rows[name] = by_rank(layout) if layout.shape else layout
+        tensors = {name: t[None] if group.layouts[name].shape else t for name, t in group.tensors.items()}
+        return group._replace(tensors=tensors, layouts={name: self._rows[name] for name in group.layouts})
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._reducer.averaged()
 
     @property
     def _reducer(self) -> GradientReducer:
@@ -205,29 +236,53 @@ class Learner(Stateful):
         return f"{self._names[0]}_reducer"
 
     def _left_out(self) -> Group:
-        """Return what the reducer of gradients left out: tensors that belong to one rank each, which have no copies."""
+        """Return the state of the reducer: what it left out of gradients or models, mostly of one rank each."""
         layouts, dtypes = self._reducer.layouts(), self.sharded.dtypes
         return Group(self._reducer.state(), layouts, {name: dtypes[name.partition(".")[2]] for name in layouts})
 
     @torch.no_grad()
-    def _restore_reducer(self, checkpoint: Checkpoint) -> None:
-        """Give the reducer its state; 0 if it had none. Of another number of ranks it gets the sum, in equal parts.
-        CheckpointError: it is of tensors that this reducer does not compress."""
-        name, own, rank = self._reducing, self._left_out(), self.grid.rank
+    def _restore_rows(self, checkpoint: Checkpoint, name: str, group: Group) -> bool:
+        """Fill tensors of which each data rank has its own; of another number of ranks it gets what the reducer makes
+        of all of theirs. Returns True if the checkpoint has all of them, of as many ranks. CheckpointError: it has
+        tensors that nothing takes."""
         there = checkpoint.names(name) if name in checkpoint.groups else []
-        if lost := [one for one in there if one not in own.layouts]:
-            message = f"{checkpoint.path}: {name}/{lost[0]} is what compression left out, and nothing compresses it now"
+        if lost := [one for one in there if one not in group.layouts]:
+            message = f"{checkpoint.path}: {name}/{lost[0]} is state of policy.comm, and nothing has it now"
             raise CheckpointError(f"{message}; train on with the keys of policy.comm that saved it", key="reducer")
-        for title, tensor in own.tensors.items():
-            tensor.zero_()
-            for box in own.layouts[title].boxes(rank) if title in there else ():
-                saved, (ranks, *_) = checkpoint.entry(name, title).shape, own.layouts[title].shape
-                if saved == own.layouts[title].shape:
+        alike = True
+        for title, tensor in group.tensors.items():
+            shape, found = group.layouts[title].shape, tensor
+            saved = checkpoint.entry(name, title).shape if title in there else ()
+            alike &= saved == shape
+            for box in group.layouts[title].boxes(self.grid.rank) if title in there else ():
+                if saved == shape:
                     found = checkpoint.read(name, title, box)
+                elif len(saved) < len(shape):  # of ranks that learned together
+                    found = checkpoint.read(name, title, Box(box.offset[1:], box.size[1:]))
                 else:
                     every = Box((0, *box.offset[1:]), (saved[0], *box.size[1:]))
-                    found = checkpoint.read(name, title, every).sum(0, keepdim=True) / ranks
-                tensor.copy_(found)
+                    found = self._reducer.divided(checkpoint.read(name, title, every), shape[0])
+                tensor.copy_(found.view_as(tensor))
+        return alike
+
+    def _restore_reducer(self, checkpoint: Checkpoint) -> None:
+        """Give the reducer its state; 0 if it had none."""
+        own = self._left_out()
+        for tensor in own.tensors.values():
+            tensor.zero_()
+        self._restore_rows(checkpoint, self._reducing, own)
+
+    def _load_apart(self, path: str, step: int) -> None:
+        """Load a checkpoint, or a snapshot, whose models are those of single ranks where they are not equal. Another
+        number of ranks begins with their mean."""
+        checkpoint, (model, optimizer) = open_checkpoint(path), self._names
+        self._reducer.begin(step)  # which decides what ranks have alike
+        if model in checkpoint.groups:
+            held = weights_group(self.sharded, checkpoint.names(model))
+            checkpoint.restore(model, held.tensors, held.layouts, self.grid.rank)
+        self._restore_rows(checkpoint, optimizer, self.groups()[optimizer])
+        if not self._restore_rows(checkpoint, self._reducing, self._left_out()):
+            self._reducer.restart()
 
     def _base_sums(self) -> dict[str, int]:
         """Return the checksums of this rank's part of the frozen weights."""
@@ -266,7 +321,10 @@ class Learner(Stateful):
         """Load the optimizer state from another run's checkpoint, of any layout. CheckpointError."""
         name = self._names[1]
         with self._changing():
-            read_state(path, {name: self.groups()[name]}, self.sharded)
+            if self._reducer.apart:
+                self._restore_rows(open_checkpoint(path), name, self.groups()[name])
+            else:
+                read_state(path, {name: self.groups()[name]}, self.sharded)
 
     @transfer(split="all", gather="first", reads=True)
     def tune(self, lr: float, total_steps: int) -> None:
@@ -283,8 +341,11 @@ class Learner(Stateful):
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         with self._changing():
-            groups = {name: group for name, group in self.saved().items() if name != self._reducing}
-            self._restore_reducer(read_state(path, groups, self.sharded, self.groups()))
+            if self._reducer.apart:
+                self._load_apart(path, int(position["updates"]))
+            else:
+                groups = {name: group for name, group in self.saved().items() if name != self._reducing}
+                self._restore_reducer(read_state(path, groups, self.sharded, self.groups()))
         if self._frozen and (wrong := [n for n, value in self._base_sums().items() if value != self._frozen[n]]):
             message = f"{wrong[0]}: other bits than when the base was loaded, although nothing writes to it"
             raise ReplicaMismatch(message, key="base")

@@ -8,6 +8,7 @@ checksums of what arrived.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -122,7 +123,7 @@ class WeightSyncWorker:
         self._share(target, receiver)
         self._bytes = self._taken = 0
         stream = self._stream(target, expected, damaged)
-        with span("publish") as sent:
+        with span("publish") as sent, self._one_model():
             if receiver is not None:
                 receiver.receive(stream, version)
             for _ in stream:  # what a worker without a receiver has to send
@@ -143,6 +144,11 @@ class WeightSyncWorker:
 
     def _policy(self) -> ShardedModel:
         return self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
+
+    def _one_model(self) -> AbstractContextManager[None]:
+        """Let ranks of the policy that learn apart have one model in the block."""
+        sends = self.context.rank in self.source.ranks
+        return self._policy().gradients.reducer.averaged() if sends else nullcontext()
 
     def _own(self, names: Iterable[str], *, apart: bool = False) -> Parts:
         """Return this worker's part of these weights of the policy, with adapters merged in unless these go ``apart``;
@@ -168,7 +174,9 @@ class WeightSyncWorker:
             return
         if rank not in self.source.ranks or not engine.engine.shares:
             return
-        if self._policy().adapted:  # what an engine holds is merged
+        if (
+            self._policy().adapted or self._policy().gradients.reducer.apart
+        ):  # an engine holds what is merged, or a mean
             return
         policy, own = self.context.roles["policy"], self._own(self.held)
         live = parts_of(dict(engine.engine.named_parameters()), self.routes[target].wanted, rank)

@@ -73,7 +73,8 @@ class UpdateResult:
 
     tokens: of the batch, prompts included; computed: tokens that went through the model, a shared prompt once. flops:
     model FLOPs of both passes over these. padded: empty micro-batches that this rank ran because another one had more.
-    On several ranks ``loss`` and ``grad_norm`` are of the whole step, all else but ``lr`` of this rank's rows.
+    On several ranks ``loss`` and ``grad_norm`` are of the whole step, all else but ``lr`` of this rank's rows; of ranks
+    that learn apart the norm is of the rank's gradient.
     """
 
     loss: float
@@ -174,6 +175,7 @@ class TrainEngine:
         parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 or model.config.num_experts else None
         learned = self.sharded.divide_updates(matrices_of(optimizer, model.table, self.sharded.layouts))
         self.optimizers = Optimizers(learned, optimizer, model.table, self.sharded.updates or parts)
+        self.sharded.gradients.reducer.follow(self.optimizers.state_tensors)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self._watches_layers = "layer_norms" in watch
@@ -203,8 +205,7 @@ class TrainEngine:
         """Start a new phase: zero the optimizer state and averages, and start a schedule of this length and peak."""
         for tensor in self.optimizers.state_tensors().values():
             tensor.zero_()
-        for tensor in self.sharded.gradients.reducer.state().values():
-            tensor.zero_()
+        self.sharded.gradients.reducer.restart()
         if self.sharded.updates is not None:
             self.sharded.updates.refresh()
         self.ema.begin()
@@ -223,6 +224,7 @@ class TrainEngine:
         self.troubles.clear()
         for name in POSITION:
             setattr(self, name, position[name])
+        self.sharded.gradients.reducer.begin(self.updates)
         if self.noise is not None:
             self.noise.restore(position)
 
@@ -478,6 +480,7 @@ class TrainEngine:
                 self._leave_out(loss, norm, named)
             if finite and learn:
                 self._left_out = 0
+                self.sharded.gradients.reducer.prepare()
                 self.optimizers.step(lr)
                 if loads is not None and self.experts.correction:
                     correct_(self.sharded, loads, self.experts.correction)
@@ -507,6 +510,7 @@ class TrainEngine:
             p.grad = gradients.get(name)
         norm = self.optimizers.clip(clip_norm, self._measure)
         if math.isfinite(norm):
+            self.sharded.gradients.reducer.prepare()
             self.optimizers.step(lr)
             self.steps, self.updates = self.steps + 1, self.updates + 1
         self.sharded.gradients.reducer.settle(math.isfinite(norm))

@@ -1,0 +1,268 @@
+"""Local methods: data ranks learn apart, and bring their models together less often or in parts.
+
+The optimizer of rank i steps with n times its own gradient, of n ranks, so that the mean of the models follows the sum
+of all gradients. Between two meetings ranks have models of their own; what they have alike is declared by ``equal``.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tilth.config.open_sets import LOCAL_METHODS, OPTIMIZERS
+from tilth.config.roles import resolve
+from tilth.config.schema import CommConfig
+from tilth.core.layout import Layout
+from tilth.core.random import stream
+from tilth.parallel.comm import Group
+from tilth.parallel.compress import checked
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.reducer import GradientReducer
+from tilth.parallel.sync import by_rank
+from tilth.plan.rules import Table, rule_of
+
+LOCAL, SHARED, SQUARES = "local.", "shared.", "squares."
+"""Prefixes of tensors of the state: the model of one rank; what all ranks have of models, and of sums of squares."""
+
+
+class Averaging(GradientReducer):
+    """Local SGD, or another optimizer: all ranks average their models every H steps (arXiv 1805.09767).
+
+    State of the optimizer stays with its rank.
+    """
+
+    apart = True
+
+    def __init__(self, every: int = 1, smallest: int = 65_536, seed: int = 0) -> None:
+        """every: H; smallest: elements of a tensor that travels in parts; seed: of random numbers."""
+        self.every, self.smallest, self.seed = every, smallest, seed
+        self.step = 0
+        """Steps of all ranks so far, those left out included."""
+        self._ranks = 1
+        self._group: Group | None = None
+        self._own, self._kept = dict[str, Tensor](), dict[str, Tensor]()
+        self._held: Mapping[str, Layout] = {}
+        self._rows: Mapping[str, Layout] = {}
+
+    def bind(
+        self,
+        grid: ParallelDims,
+        given: Mapping[str, Layout],
+        updates: Mapping[str, Layout],
+        table: Table,
+        own: Mapping[str, Tensor],
+    ) -> None:
+        copies = grid.mesh.copies
+        self._group, self._ranks, self._own = grid.group(*copies), grid.size(*copies), dict(own)
+        self._held, self._rows = given, {name: by_rank(layout) for name, layout in given.items()}
+
+    def equal(self, name: str) -> bool:
+        return self.step % self.every == 0 or name not in self._held
+
+    def state(self) -> Mapping[str, Tensor]:
+        own = {name: self._kept.get(name, p) for name, p in self._own.items() if not self.equal(name)}
+        return {LOCAL + name: p.detach()[None] for name, p in own.items()}
+
+    def layouts(self) -> Mapping[str, Layout]:
+        return {LOCAL + name: layout for name, layout in self._rows.items() if not self.equal(name)}
+
+    def divided(self, rows: Tensor, ranks: int) -> Tensor:
+        return rows.mean(0)
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    @torch.no_grad()
+    def settle(self, learned: bool) -> None:
+        self.step += 1
+        if self.step % self.every == 0:
+            self.meet()
+
+    def meet(self) -> None:
+        """Bring the models together at the end of a period."""
+        self.mean(list(self._own.values()))
+
+    def mean(self, tensors: list[Tensor]) -> None:
+        """Replace tensors by their means over all ranks; the same bits on each."""
+        self.sum_in_place(tensors, self._group, "models")
+        if tensors:
+            torch._foreach_div_(tensors, self._ranks)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        self.mean(list(self._own.values()))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        with torch.no_grad():
+            self._kept = {name: p.clone() for name, p in self._own.items() if not self.equal(name)}
+            self.mean([self._own[name] for name in self._kept])
+        try:
+            yield
+        finally:
+            kept, self._kept = self._kept, {}
+            with torch.no_grad():
+                for name, p in kept.items():
+                    self._own[name].copy_(p)
+
+
+class ErrorReset(Averaging):
+    """CSER: partial averages with error reset (arXiv 2007.13221).
+
+    Rank i has x_i = z + e_i with z of all ranks. A step of its optimizer moves x_i by -p_i. Of each tensor all ranks
+    draw the same block: there x_i and z move by -mean p, elsewhere x_i by -p_i, which e_i takes up. Every H steps, in
+    another block, x_i = z = mean x. Norms, biases, routers and small tensors are no blocks: they are averaged in each
+    step. Relative to gradients, 1 / changes + 1 / (H models) of the elements travel.
+    """
+
+    def __init__(
+        self, every: int = 1, smallest: int = 65_536, seed: int = 0, *, changes: int = 16, models: int = 2
+    ) -> None:
+        """changes: one block of this number is averaged in each step; 1: gradients are summed, and ranks are never
+        apart; 0: nothing is averaged between resets. models: one block of this number is reset every H steps."""
+        super().__init__(every, smallest, seed)
+        self.changes = checked("changes", changes, changes >= 0, "0 or more")
+        self.models = checked("models", models, models > 0, "1 or more")
+        self.apart = changes != 1
+        self._places, self._shared = dict[str, int](), dict[str, Tensor]()
+        self._before = dict[str, Tensor]()
+        """Blocks before the optimizer's step."""
+
+    def bind(
+        self,
+        grid: ParallelDims,
+        given: Mapping[str, Layout],
+        updates: Mapping[str, Layout],
+        table: Table,
+        own: Mapping[str, Tensor],
+    ) -> None:
+        super().bind(grid, given, updates, table, own)
+        kinds = {name: rule_of(table, name).kind for name in given}
+        large = [name for name, layout in given.items() if math.prod(layout.shape) >= self.smallest]
+        self._large = {name for name in large if kinds[name] in ("matrix", "embedding")}
+        self._places = {name: i for i, name in enumerate(given if self.changes == 0 else sorted(self._large))}
+        """Tensors that ranks do not have alike, those of other stages included: their order in the draw of blocks."""
+        self._shared = {name: own[name].detach().clone() for name in self._places if name in own}
+
+    def equal(self, name: str) -> bool:
+        return name not in self._places
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {**super().state(), **{SHARED + name: z for name, z in self._shared.items()}}
+
+    def layouts(self) -> Mapping[str, Layout]:
+        return {**super().layouts(), **{SHARED + name: self._held[name] for name in self._places}}
+
+    def blocks(self, way: str, parts: int) -> dict[str, slice]:
+        """Return the elements of each tensor of this rank that all ranks average now."""
+        drawn = stream(self.seed, way, self.step).integers(0, len(self._places), max(1, parts)).tolist()
+        found = dict[str, slice]()
+        for name, z in self._shared.items():
+            of, count = parts if name in self._large else min(parts, 1), z.numel() if parts else 0
+            at = drawn[self._places[name]] % max(1, of)
+            found[name] = slice(count * at // max(1, of), count * (at + 1) // max(1, of))
+        return found
+
+    def _parts(self, tensors: Mapping[str, Tensor], blocks: Mapping[str, slice]) -> dict[str, Tensor]:
+        """Return views of these blocks."""
+        return {name: tensors[name].detach().view(-1)[block] for name, block in blocks.items()}
+
+    def prepare(self) -> None:
+        self._blocks = self.blocks("changes", self.changes)
+        whole = {name: slice(None) for name in self._own if name not in self._places}
+        self._before = {name: x.clone() for name, x in self._parts(self._own, self._blocks | whole).items()}
+
+    @torch.no_grad()
+    def settle(self, learned: bool) -> None:
+        before, self._before = self._before, {}
+        if learned:
+            whole = {name: slice(None) for name in before}
+            now = self._parts(self._own, whole | self._blocks)
+            moved = {name: x - now[name] for name, x in before.items()}
+            self.mean(list(moved.values()))
+            for name, z in self._parts(self._shared, self._blocks).items():
+                z.sub_(moved[name])
+            for name, x in now.items():
+                x.copy_(before[name] - moved[name])
+        super().settle(learned)
+
+    def meet(self) -> None:
+        blocks = self.blocks("models", self.models)
+        own = self._parts(self._own, blocks)
+        self.mean(list(own.values()))
+        for name, z in self._parts(self._shared, blocks).items():
+            z.copy_(own[name])
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        super().restart()
+        for name, z in self._shared.items():
+            z.copy_(self._own[name])
+
+
+class LocalAdaAlter(Averaging):
+    """Local AdaAlter: models and the optimizer's sums of squares are averaged every H steps (arXiv 1911.09030).
+
+    At step k after a meeting x_i -= lr G_i / sqrt(B + k eps^2) and A_i += G_i^2, where B is the mean of all A at that
+    meeting. So the optimizer, which steps with the sums that it finds before it adds to them, finds B + (k - 1) eps^2.
+    """
+
+    kinds: Sequence[str] = ()
+    """Kind of the optimizer's state that has the sums; by default that of ``adaalter``."""
+
+    def __init__(self, every: int = 1, smallest: int = 65_536, seed: int = 0, *, eps: float = 0.0) -> None:
+        """eps: of the optimizer, for squares that ranks have not summed yet; 0: they count as nothing."""
+        super().__init__(every, smallest, seed)
+        self.eps = checked("eps", eps, eps >= 0, "0 or more")
+        self._squares, self._common = dict[str, Tensor](), dict[str, Tensor]()
+        self._before = dict[str, Tensor]()
+
+    def follow(self, optimizer_state: Callable[[], Mapping[str, Tensor]]) -> None:
+        (kind,) = self.kinds or OPTIMIZERS["adaalter"].state
+        every = {name.partition("."): tensor for name, tensor in optimizer_state().items()}
+        self._squares = {name: tensor for (own, _, name), tensor in every.items() if own == kind}
+        self._common = {name: tensor.clone() for name, tensor in self._squares.items()}
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {**super().state(), **{SQUARES + name: b for name, b in self._common.items()}}
+
+    def layouts(self) -> Mapping[str, Layout]:
+        return {**super().layouts(), **{SQUARES + name: layout for name, layout in self._held.items()}}
+
+    def _found(self, name: str) -> Tensor:
+        """Return what the optimizer finds in this step."""
+        return self._common[name] + self.step % self.every * self.eps**2
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        self._before = {name: a.clone() for name, a in self._squares.items()}
+        for name, a in self._squares.items():
+            a.copy_(self._found(name))
+
+    @torch.no_grad()
+    def settle(self, learned: bool) -> None:
+        for name, before in self._before.items():
+            self._squares[name].sub_(self._found(name)).add_(before)
+        self._before = {}
+        super().settle(learned)
+
+    def meet(self) -> None:
+        self.mean([*self._own.values(), *self._squares.values()])
+        self._share()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        super().restart()
+        self._share()
+
+    def _share(self) -> None:
+        for name, b in self._common.items():
+            b.copy_(self._squares[name])
+
+
+def local_method(comm: CommConfig, seed: int) -> GradientReducer:
+    """Return the local method of ``policy.comm.local``. RecipeError: an option is wrong."""
+    made: GradientReducer = resolve(LOCAL_METHODS[comm.local])(comm.every, comm.smallest, seed, **comm.options)
+    return made
