@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.schema import ModelConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
@@ -145,7 +146,7 @@ def test_the_size_of_micro_batches_changes_no_model_under_muon():
     assert apart["fp32"] < 1e-4 and apart["bf16"] > 30 * apart["fp32"], apart  # how far bf16 is apart, a CPU decides
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_restored_state_continues_bit_for_bit(name):
     section = OptimizerConfig(name=name, lr=0.01)
     whole = Toy()

@@ -27,6 +27,23 @@ def momentum(parameters, section):
 def silent(parameters, section):
     return torch.optim.RMSprop(parameters, lr=section.lr)
 
+@tilth.optimizer("by_name")
+def by_name(parameters, section, *, squares, named, table):
+    class Signs(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            names, (found,) = squares({n: p.grad for n, p in named.items()})
+            assert list(named.values()) == parameters and len(table) > 3
+            for name, square in zip(names, found.tolist()):
+                named[name].sub_(named[name].grad, alpha=self.param_groups[0]["lr"] / max(square, 1e-9) ** 0.5)
+
+    return Signs(parameters, {"lr": section.lr})
+
+@tilth.optimizer("old_words")
+def old_words(named, table):
+    assert isinstance(named, list) and table.lr
+    return torch.optim.SGD(named, lr=table.lr)
+
 @tilth.optimizer("nothing")
 def nothing(parameters, section):
     return None
@@ -51,6 +68,12 @@ def test_one_of_ones_own_equals_what_it_copies_to_the_last_bit(tmp_path, plugins
     assert tiny.weights(mine.directory) == tiny.weights(theirs.directory)
 
 
+@pytest.mark.parametrize("name", ["by_name", "old_words"])
+def test_it_may_name_what_it_needs_and_its_first_two_arguments_have_any_names(tmp_path, plugins, name):
+    found = tiny.run(tiny.recipe(tmp_path / "a", plugins=plugins, optimizer={"name": name, "lr": 1e-2}, **SHORT))
+    assert found.summary["steps"] == 6
+
+
 def test_its_state_is_kept_and_a_run_that_was_stopped_ends_as_if_it_was_not(tmp_path, plugins):
     def stop(record):
         if record["step"] == 5:
@@ -70,7 +93,17 @@ def test_the_memory_plan_goes_by_the_state_that_it_names(plugins):
     from types import SimpleNamespace
 
     cut = SimpleNamespace(learned=100, updated=100, blocks=60, adapters=0)
-    asked = {"adamw": 200, "muon": 140, "my_adamw": 200, "momentum": 100, "silent": 0}
+    asked = {
+        "adamw": 200,
+        "muon": 140,
+        "lans": 200,
+        "lamb": 200,
+        "lars": 100,
+        "adaalter": 200,
+        "my_adamw": 200,
+        "momentum": 100,
+        "silent": 0,
+    }
     for name, want in asked.items():
         recipe = load_recipe("addition-grpo", [f"plugins={plugins}".replace("'", '"'), f"optimizer.name={name}"])
         assert _optimizer(recipe, cut) == FP32 * want

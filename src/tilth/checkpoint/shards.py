@@ -6,11 +6,10 @@ from functools import cache
 
 from torch import Tensor
 
+from tilth.config.open_sets import OPTIMIZERS
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, Replicate
 
-LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Kinds of optimizer state with the shape of the parameter."""
 REPLICATED = ("step",)
 """Kinds with one number for the parameter, equal on every rank."""
 
@@ -45,8 +44,10 @@ def state_layouts(layouts: Mapping[str, Layout], tensors: Iterable[str]) -> dict
         if parameter not in layouts:
             message = f"optimizer state {name}: there is no layout of a parameter {parameter!r}"
             raise CheckpointError(message, key=f"{name}.layout")
-        if kind not in (*LIKE_PARAMETER, *REPLICATED):
-            known = ", ".join((*LIKE_PARAMETER, *REPLICATED))
+        if kind not in REPLICATED and not any(kind in spec.state for spec in OPTIMIZERS.values()):
+            known = ", ".join(
+                dict.fromkeys([*(one for spec in OPTIMIZERS.values() for one in spec.state), *REPLICATED])
+            )
             message = f"optimizer state {name}: no layout is known for the kind {kind!r}; known are {known}"
             raise CheckpointError(message, key=f"{name}.kind")
         found[name] = _everywhere(layouts[parameter].mesh) if kind in REPLICATED else layouts[parameter]

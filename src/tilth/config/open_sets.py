@@ -23,13 +23,20 @@ class OptimizerSpec:
     needs: Needs = "elements"
     """elements: it updates any part of any parameter. matrices: it updates block matrices, each of which it sees whole
     (``training.optim.MatrixOptimizer``); AdamW updates the other parameters."""
+    made: str | Callable[..., Any] = ""
+    """Factory, or "module:name" of it (``tilth.optimizer``); "": AdamW."""
 
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq")),
-    "muon": OptimizerSpec(("momentum_buffer",), "matrices"),
+    "muon": OptimizerSpec(("momentum_buffer",), "matrices", "tilth.training.optim:Muon"),
+    "lans": OptimizerSpec(("unit_avg", "unit_avg_sq"), made="tilth.training.optimizers.blockwise:LANS"),
+    "lamb": OptimizerSpec(("exp_avg", "exp_avg_sq"), made="tilth.training.optimizers.blockwise:LAMB"),
+    "lars": OptimizerSpec(("velocity",), made="tilth.training.optimizers.blockwise:LARS"),
+    "adaalter": OptimizerSpec(("accumulated", "denominator"), made="tilth.training.optimizers.adaalter:AdaAlter"),
 }
-"""Optimizers by name; plugins add to it."""
+"""Optimizers by name; plugins add to it. State that means another thing has another name: a run loads that of a run with
+the same names (``model.optimizer``)."""
 
 
 def optimizer_states(name: str) -> set[str]:

@@ -190,16 +190,18 @@ def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
 
     section: [optimizer] of the recipe; ``param_groups`` get the learning rate of each step. state: names of the state
     tensors of each parameter, 0 at first, which memory plans and checkpoints use; a number ``step`` needs no name. If
-    the model is sharded, the parameters are this rank's shards. A ``tilth.training.optim.MatrixOptimizer`` needs whole
-    matrices: its class is called with (parameters by name, sharded model or None, section). Raises PluginError if the
-    name is taken.
+    the model is sharded, the parameters are this rank's shards. Further arguments by these names get: ``named``, the
+    parameters by name; ``table``, the rules of parameters (``tilth.plan.rules``); ``squares``, a collective function
+    that returns the squared norms of whole tensors (``ShardedModel.squares``). A
+    ``tilth.training.optim.MatrixOptimizer`` needs whole matrices: its class is called with (parameters by name, sharded
+    model or None, section). Raises PluginError if the name is taken.
     """
     record = declare("optimizer", name, _SHIPPED_OPTIMIZERS)
     _check_names(f"optimizer.{name}.state", state)
 
     def add(make: T) -> T:
         record(make)
-        OPTIMIZERS[name] = OptimizerSpec(tuple(state), getattr(make, "needs", "elements"))
+        OPTIMIZERS[name] = OptimizerSpec(tuple(state), getattr(make, "needs", "elements"), make)  # type: ignore[arg-type]
         return make
 
     return add

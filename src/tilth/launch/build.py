@@ -18,7 +18,7 @@ from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.storage import is_url
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.group import WorkerGroup
-from tilth.config.open_sets import optimizer_states
+from tilth.config.open_sets import OPTIMIZERS, optimizer_states
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
@@ -236,7 +236,7 @@ def _optimizer_of(recipe: Recipe) -> str:
         )
     kinds = {name.partition(".")[0] for name in open_checkpoint(named.path).names("optimizer")} - {"step"}
     if kinds != optimizer_states(recipe.optimizer.name):
-        stored = "muon" if "momentum_buffer" in kinds else "adamw" if "exp_avg_sq" in kinds else "another"
+        stored = " or ".join(name for name in OPTIMIZERS if optimizer_states(name) == kinds) or "another"
         raise RecipeError(
             f"model.optimizer = true, but optimizer.name = {recipe.optimizer.name} and that of {named} is {stored}",
             key="optimizer.name",

@@ -438,17 +438,15 @@ class ShardedModel:
                 nothing = nothing + p.flatten()[:0].sum().float()
         return nothing
 
-    def squares(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
-        """Return the squared L2 norm of each whole tensor, from every rank's part, float64, and before it their names:
-        those of ``tensors``, of a pipeline all that are learned.
+    def squares(self, *kinds: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
+        """Return the squared L2 norms of whole tensors, from every rank's part, float64 [kinds, names], and before them
+        their names: those of the first mapping, of a pipeline and under ``zero = 1`` all that are learned.
 
-        tensors: by parameter name, with layouts as in ``update_layouts``, all of this rank that are learned. Replicas
-        count once.
+        kinds: each by the same parameter names, with layouts as in ``update_layouts``, all of this rank that are
+        learned. The norm of a part may stand for it. Replicas count once. A collective call of the replica.
         """
         over = MODEL if self.updates is None else (*DATA, *MODEL)
-        names, norms = list(tensors), torch.zeros(0, dtype=torch.float64, device=self.device)
-        if tensors:
-            norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        names, norms = squares_of(*kinds, device=self.device)
         if self.grid.mesh.count(*over) == 1:
             return names, norms
         axes = self.grid.mesh.over(*over)
@@ -456,8 +454,8 @@ class ShardedModel:
         if self.pipeline is not None or self.updates is not None:
             places = {name: i for i, name in enumerate(self.learned)}
             slots = torch.tensor([places[name] for name in names], dtype=torch.int64, device=norms.device)
-            every = torch.zeros(len(places), dtype=torch.float64, device=norms.device)
-            return list(places), self.grid.sum(every.index_copy_(0, slots, norms * counts), *over)
+            every = torch.zeros(len(kinds), len(places), dtype=torch.float64, device=norms.device)
+            return list(places), self.grid.sum(every.index_copy_(1, slots, norms * counts), *over)
         return names, self.grid.sum(norms * counts, *over)
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
@@ -473,6 +471,15 @@ class ShardedModel:
             if dim in divided and place[dim] % copies:
                 return False
         return True
+
+
+def squares_of(*kinds: Mapping[str, Tensor], device: torch.device | None = None) -> tuple[list[str], Tensor]:
+    """Return ``ShardedModel.squares`` of tensors that are whole. device: of the result, if there are none."""
+    names = list(kinds[0])
+    if not names:
+        return names, torch.zeros(len(kinds), 0, dtype=torch.float64, device=device)
+    found = [torch.stack(torch._foreach_norm(list(tensors.values()))).double() for tensors in kinds]
+    return names, torch.stack(found).square()
 
 
 def _local(p: nn.Parameter) -> nn.Parameter:

@@ -174,7 +174,8 @@ class TrainEngine:
         self.section = optimizer
         parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 or model.config.num_experts else None
         learned = self.sharded.divide_updates(matrices_of(optimizer, model.table, self.sharded.layouts))
-        self.optimizers = Optimizers(learned, optimizer, model.table, self.sharded.updates or parts)
+        squares = self.sharded.squares
+        self.optimizers = Optimizers(learned, optimizer, model.table, self.sharded.updates or parts, squares)
         self.sharded.gradients.reducer.follow(self.optimizers.state_tensors)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
@@ -588,7 +589,8 @@ class TrainEngine:
             return {}
         weights = {name: p.detach() for name, p in self.optimizers.parameters.items()}
         grads = {name: p.grad for name, p in self.optimizers.parameters.items() if p.grad is not None}
-        norms = {kind: layer_norms(*self.sharded.squares(of)) for kind, of in (("weight", weights), ("grad", grads))}
+        found = {kind: self.sharded.squares(of) for kind, of in (("weight", weights), ("grad", grads))}
+        norms = {kind: layer_norms(names, *squares) for kind, (names, squares) in found.items()}
         return {f"norm/{kind}/{layer}": norm for kind, found in norms.items() for layer, norm in found.items()}
 
     def _dropout(self, places: Tensor) -> DropoutContext:

@@ -1,9 +1,11 @@
-"""Optimizers (torch's AdamW, or Muon for the matrices of the blocks), learning rate, averages and norms of weights.
+"""Optimizers (torch's AdamW, Muon for the matrices of the blocks, or another one of ``config.open_sets.OPTIMIZERS``),
+learning rate, averages and norms of weights.
 
 Parameters are fp32 masters whatever the compute dtype, so no second copy is kept. All state is materialised at
 construction as named tensors: a checkpoint can be restored in place before the first step.
 """
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 from tilth.config.code import describe
 from tilth.config.open_sets import OPTIMIZERS, Needs
 from tilth.config.plugins import Declaration, declared
+from tilth.config.roles import resolve
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
 from tilth.core.layout import Layout, Shard
-from tilth.parallel.sharded import ShardedModel, buckets
+from tilth.parallel.sharded import ShardedModel, buckets, squares_of
 from tilth.parallel.zero import UpdateShards
 from tilth.plan.rules import ENCODERS, Table, rule_of
+from tilth.training.optimizers import Squares, decay_groups
 
 NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
 """Iterations, and coefficients of the quintic polynomial, of Muon (Jordan et al., 2024), as torch has them."""
@@ -132,10 +136,16 @@ def orthogonal(update: Tensor, bf16: bool = False) -> Tensor:
     return x.T if tall else x
 
 
-def _declared(own: Declaration, *given: Any) -> torch.optim.Optimizer:
+def _made(make: Callable[..., Any], given: Sequence[Any], offered: Mapping[str, Any]) -> Any:
+    """Call a factory with these arguments, and those of ``offered`` that it names after them."""
+    named = list(inspect.signature(make).parameters)[len(given) :]
+    return make(*given, **{name: offered[name] for name in named if name in offered})
+
+
+def _declared(own: Declaration, given: Sequence[Any], offered: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Build the optimizer that a plugin declares. PluginError: it cannot be built, or is no torch optimizer."""
     try:
-        made = own.value(*given)
+        made = _made(own.value, given, offered)
     except (Exception, SystemExit) as error:
         raise PluginError(f"{own.title}: {describe(error, own.file)}", key=own.name) from error
     if not isinstance(made, torch.optim.Optimizer):
@@ -160,8 +170,10 @@ class Optimizers:
         section: OptimizerSection,
         table: Table,
         sharded: Shards = None,
+        squares: Squares = squares_of,
     ) -> None:
-        """table: rules of the parameters; sharded: what these are parts of; None: they are whole."""
+        """table: rules of the parameters; sharded: what these are parts of; None: they are whole. squares: norms of
+        whole tensors of which ranks have parts (``ShardedModel.squares``)."""
         self.parameters = dict(parameters)
         self.section, self.sharded = section, sharded
         self.table, self._spec = table, OPTIMIZERS[section.name]
@@ -170,33 +182,26 @@ class Optimizers:
         rest = {n: p for n, p in parameters.items() if n not in blocks}
         self._parts: list[tuple[torch.optim.Optimizer, Declaration | None]] = []
         """Optimizers, each with its declaration by a plugin."""
-        if rest and (own is None or blocks):  # adapters are matrices alone
+        wanted: list[tuple[Mapping[str, nn.Parameter], tuple[Any, ...]]] = []
+        if rest and (self._spec.needs == "matrices" or not self._spec.made):  # adapters are matrices alone
             self._parts.append((self._adamw(rest), None))
-        elif rest and own is not None:
-            self._parts.append((_declared(own, list(rest.values()), section), own))
+        elif rest:
+            wanted.append((rest, (list(rest.values()), section)))
         if blocks:
-            made = (blocks, sharded, section)
-            self._parts.append((Muon(*made) if own is None else _declared(own, *made), own))
+            wanted.append((blocks, (blocks, sharded, section)))
+        for named, given in wanted:
+            offered = {"named": named, "table": table, "squares": squares}
+            made = _made(resolve(self._spec.made), given, offered) if own is None else _declared(own, given, offered)
+            self._parts.append((made, own))
         self._materialise()
 
     def _by_matrix(self, name: str) -> bool:
         """Return True if an optimizer that needs matrices updates a parameter."""
         return bool(matrices_of(self.section, self.table, (name,)))
 
-    def _is_bias(self, name: str) -> bool:
-        """True for a bias of any shape: those of all experts of a layer are stacked in one tensor."""
-        return rule_of(self.table, name).kind == "bias"
-
     def _adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        plain = {n: p for n, p in parameters.items() if p.ndim < 2 or self._is_bias(n)}
-        decayed = [p for n, p in parameters.items() if n not in plain]
-        groups = [
-            {"params": decayed, "weight_decay": self.section.weight_decay, "decays": True},
-            {"params": list(plain.values()), "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=self.section.lr, betas=self.section.betas, fused=True
-        )
+        groups = decay_groups(parameters, self.table, self.section.weight_decay)
+        return torch.optim.AdamW(groups, lr=self.section.lr, betas=self.section.betas, fused=True)
 
     def _kinds(self, name: str) -> tuple[str, ...]:
         """Return the kinds of state of a parameter."""
