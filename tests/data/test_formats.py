@@ -17,11 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.data.reading import read_records
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.columns import plain
-from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, read_records, tried_records
+from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, tried_records
 from tilth.data.sizes import BATCH, batch_rows, pieces
 
 RECORDS = [

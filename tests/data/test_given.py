@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.reading import pair_records
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.given import placed
-from tilth.data.pairs import pair_records
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.reading import load_texts
 from tests.errors import raises
 from tests.memory import start_tracing
 from tilth.config.load import from_dict
@@ -23,7 +24,7 @@ from tilth.data import cache, index, records, sources
 from tilth.data.columns import Prompt
 from tilth.data.origin import Home
 from tilth.data.pairs import read_pairs
-from tilth.data.prompts import Texts, load_source, load_texts
+from tilth.data.prompts import Texts, load_source
 from tilth.data.sources import read_documents, read_prompts
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]

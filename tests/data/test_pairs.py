@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.reading import load_pairs, pair_records
 from tests.data.test_examples import spaceless_tokenizer
 from tests.errors import raises
 from tilth.cluster.backends.base import Call
@@ -16,7 +17,7 @@ from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.columns import Prompt, RecordError
 from tilth.data.examples import answer_only, encode_pairs, pairs_of
-from tilth.data.pairs import Pair, check_pairs, load_pairs, pair_records, recipe_prompts
+from tilth.data.pairs import Pair, check_pairs, recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.template import Example, make_template
 from tilth.data.tokenizer import Tokenizer

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.reading import load_texts
 from tests.errors import raises
 from tilth.config.load import load_recipe
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.core.random import stream
-from tilth.data.prompts import PromptSet, load_source, load_texts, with_holdout
+from tilth.data.prompts import PromptSet, load_source, with_holdout
 
 
 @pytest.fixture(scope="module")

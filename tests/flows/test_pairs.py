@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.reading import load_pairs
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_cluster import LOCAL, shared, workers
@@ -17,7 +18,6 @@ from tilth.checkpoint import open_checkpoint, read_best
 from tilth.config.load import load_recipe, names
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.data.examples import pairs_of
-from tilth.data.pairs import load_pairs
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.models.attention import PackedContext

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import tilth.rl as rl
+from tests.data.reading import pair_records
 from tests.errors import raises
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import OptimizerConfig, PreferenceConfig
 from tilth.core.errors import TokenCountError, TokenIdentityError
-from tilth.data.pairs import pair_records
 from tilth.data.prompts import PromptSet
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.reading import load_pairs
 from tests.errors import raises
 from tilth.config.schema import DataConfig, MixtureSource
 from tilth.core.errors import DataError
 from tilth.data import index as kept_index
 from tilth.data.origin import Home
-from tilth.data.pairs import load_pairs
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.records import Joined
 from tilth.data.samples import tokenised

@@ -6,6 +6,7 @@ import pytest
 
 import tilth
 from tests.config.test_plugins import forget, write
+from tests.data.reading import load_pairs
 from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.errors import PluginError, RecipeError
@@ -14,7 +15,6 @@ from tilth.config.plugins import shipped_tasks, task_names
 from tilth.config.tasks import Task, task_of
 from tilth.core.errors import DataError, RewardError
 from tilth.data.examples import pairs_of
-from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
 from tilth.rewards.functions import load_reward, of_plugins
 

@@ -46,14 +46,6 @@ def source_files(source: str) -> list[Path]:
     return find_files(source) if saved is None else saved
 
 
-def read_records(source: str) -> Iterator[Placed]:
-    """Yield (place, record) of every record of a source, in order. Raises the errors of ``tried_records`` too."""
-    for where, record in tried_records(source):
-        if isinstance(record, RecordError):
-            raise record
-        yield where, record
-
-
 def tried_records(source: str) -> Iterator[Tried]:
     """Yield (place, record or the error of one that cannot be read) of every record of a source, in order.
 

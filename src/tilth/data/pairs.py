@@ -8,13 +8,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tilth.config.plugins import task_names
-from tilth.config.schema import ColumnRole, DataConfig, MixtureSource, Recipe
+from tilth.config.schema import ColumnRole, Recipe
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
 from tilth.data.columns import (
@@ -32,10 +33,9 @@ from tilth.data.columns import (
 )
 from tilth.data.computed import Source
 from tilth.data.examples import SIDES, Side, checked_prompts, encode_pairs
-from tilth.data.given import Given
 from tilth.data.origin import NOTHING, Home, Material, RecordOrigin, RecordsByValue
 from tilth.data.prompts import load_source
-from tilth.data.records import PromptSet, Records
+from tilth.data.records import PromptSet
 from tilth.data.sources import Read, gather, read_documents, read_prompts
 from tilth.data.template import Template
 
@@ -77,16 +77,6 @@ class TaskPairs:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_pairs(data: DataConfig, brought: RecordsByValue = NOTHING) -> PromptSet:
-    """Load the prompts of a recipe's ``[data]`` with their pairs; those of ``data.heldout`` come last.
-
-    Files have columns prompt, chosen, rejected and, where pairs differ in strength, margin. chosen and rejected are
-    texts or lists of messages; lists may hold the prompt's turns themselves, and then no prompt is needed.
-    Records of one prompt are pairs of one prompt. Raises ``DataError``.
-    """
-    return load_source(data, brought, read_pairs)
-
-
 def recipe_prompts(recipe: Recipe, brought: RecordsByValue = NOTHING) -> PromptSet:
     """Load the data of a recipe: pairs if its flow learns from pairs, documents if from documents, else prompts."""
     readers: dict[str, Read] = {"documents": read_documents, "pairs": read_pairs}
@@ -94,16 +84,17 @@ def recipe_prompts(recipe: Recipe, brought: RecordsByValue = NOTHING) -> PromptS
     return load_source(recipe.data, brought, read, Home(str(Path(recipe.run.dir).resolve()), recipe.seed))
 
 
-def pair_records(records: Given, columns: Columns | None = None, name: str = "data") -> Records:
-    """Return the pairs of records by value, see ``given.placed``. Raises ``DataError``."""
-    origin = RecordOrigin("data.source", MixtureSource(), columns=columns or {}, brought=(records,), argument=name)
-    return _gathered(origin)
-
-
 def read_pairs(origin: RecordOrigin) -> Source:
-    """Return the prompts of a source with their pairs. Raises ``DataError``."""
+    """Return the prompts of a source with their pairs.
+
+    Records have columns prompt, chosen, rejected and, where pairs differ in strength, margin. chosen and rejected are
+    texts or lists of messages; lists may hold the prompt's turns themselves, and then no prompt is needed.
+    Records of one prompt are pairs of one prompt. Raises ``DataError``.
+    """
     if not origin.is_task:
-        return _gathered(origin)
+        material = origin.material()
+        assert isinstance(material, Material)
+        return gather(read_pairs, origin, material, partial(_paired, columns=origin.columns), _grouped)
     if wrong := task_of(origin.name).wrong:
         return TaskPairs(read_prompts(origin), wrong)
     having = ", ".join(other for other in task_names() if task_of(other).wrong)
@@ -111,14 +102,9 @@ def read_pairs(origin: RecordOrigin) -> Source:
     raise DataError(message, key=f"{origin.key}.pairs")
 
 
-def _gathered(origin: RecordOrigin) -> Records:
-    def make(record: Any, where: str, number: int) -> Prompt:
-        prompt, pair = to_pair(record, where, origin.columns)
-        return replace(prompt, pairs=(pair,))
-
-    material = origin.material()
-    assert isinstance(material, Material)
-    return gather(read_pairs, origin, material, make, _grouped)
+def _paired(record: Any, where: str, number: int, columns: Columns) -> Prompt:
+    prompt, pair = to_pair(record, where, columns)
+    return replace(prompt, pairs=(pair,))
 
 
 def _grouped(records: Iterable[Prompt]) -> Iterator[Prompt]:

@@ -9,9 +9,9 @@ from tilth.config.schema import DataConfig, Recipe
 from tilth.data.columns import Prompt
 from tilth.data.origin import NOTHING, Home, Key, RecordsByValue, apart, origins
 from tilth.data.records import Joined, PromptSet, Records, first_of_equals, parts_of
-from tilth.data.sources import Read, read_documents, read_prompts
+from tilth.data.sources import Read, read_prompts
 
-__all__ = ["Key", "Prompt", "PromptSet", "RecordsByValue", "load_source", "load_texts"]
+__all__ = ["Key", "Prompt", "PromptSet", "RecordsByValue", "load_source"]
 
 
 def with_holdout(recipe: Recipe, prompts: PromptSet) -> Recipe:
@@ -42,15 +42,6 @@ def load_source(
         return PromptSet(source)
     rows = np.flatnonzero(first_of_equals(source))
     return PromptSet(source, rows, len(source) - len(rows))
-
-
-def load_texts(
-    data: DataConfig, brought: RecordsByValue = NOTHING, home: Home | None = None
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Load (training, held out) documents for pre-training, split like ``PromptSet.split``: by the prompt where there
-    is one, so that later flows hold out the same records. Raises ``DataError``."""
-    train, held = load_source(data, brought, read_documents, home).split(data.holdout)
-    return texts_of(train), texts_of(held)
 
 
 def texts_of(prompts: PromptSet) -> Sequence[str]:

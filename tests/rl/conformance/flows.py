@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 
 import tilth.roles.rollout
+from tests.data.reading import load_pairs
 from tests.flows import tiny
 from tests.flows.test_cluster import COUNTED, NEAR, Lent
 from tests.rl.conformance.cell import Cell, Subject
@@ -29,7 +30,6 @@ from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Store
 from tilth.core.errors import RecipeError
-from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
 from tilth.engines.request import Trajectory
 from tilth.launch import life as launch
