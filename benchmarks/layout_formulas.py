@@ -7,6 +7,7 @@ send. Left out of the formulas: scalars, norms, the vocabulary's sums, log-probs
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,7 @@ def experts(step: Step) -> Sent:
     yield label(step.mesh, ["ep"]), (n > 1) * 4 * away * step.config.hidden_size * step.element
 
 
+@lru_cache(256)
 def most_of(layout: Layout) -> int:
     """Elements of the largest share of a parameter, up to which FSDP fills the others."""
     return max(sum(box.numel for box in layout.boxes(rank)) for rank in layout.mesh.ranks)
