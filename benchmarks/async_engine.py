@@ -5,13 +5,17 @@ numbers of steps. "paced" computes nothing: token t of trajectory i is a functio
 says and holds it back until its steps are over.
 """
 
+import json
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from async_lengths import length_of
+from torch import Tensor
 
 import tilth
 from tilth.core.trajectory import Trajectory
@@ -27,10 +31,23 @@ class Paced(Engine):
     """Ends every completion at its own given length and nowhere else."""
 
     def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
-        """Arguments "t0" and "c": seconds of a step, and of a sequence in it."""
+        """Arguments "t0" and "c": seconds of a step, and of a sequence in it; "log", if there: a folder in which each
+        process appends, with each version, its number, the seconds of its steps so far, and those that they took with
+        what the worker does between them."""
         super().__init__(config, options)
         self._least, self._each = options.arguments["t0"], options.arguments["c"]
+        self._log, self._taken, self._asked = options.arguments.get("log"), 0.0, 0.0
+        self._before: tuple[float, float] | None = None
         self._most, self._flying = options.max_rows, dict[int, SequenceState]()
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int, keep_kv: bool = False
+    ) -> None:
+        super().update_weights(weights, version, keep_kv)
+        self._before = None
+        if self._log:
+            with (Path(self._log) / f"{os.getpid()}.jsonl").open("a") as file:
+                file.write(json.dumps([version, self._asked, self._taken]) + "\n")
 
     def submit(self, requests: Iterable[Request]) -> None:
         for r in requests:
@@ -59,7 +76,11 @@ class Paced(Engine):
             row.append(np.array([token]), np.array([-math.log(self.config.vocab_size)], np.float32), None)
         ended = [row for row in rows if len(row.tokens) >= row.end]
         done = [self._flying.pop(row.request.id).finish("length", self.tokenizer) for row in ended]
+        if self._before is not None:
+            since, pace = self._before
+            self._asked, self._taken = self._asked + pace, self._taken + began - since
         pace = max(self._least, self._each * len(rows))
+        self._before = (began, pace) if self._flying else None
         time.sleep(max(0.0, began + pace - time.perf_counter()))
         return done
 

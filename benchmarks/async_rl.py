@@ -6,13 +6,15 @@
 sleeps, max(t0, c b) seconds for b sequences (``async_engine.py``), and lengths have p99/p50 = 10. ``plain``: one
 trainer and one replica, nothing emulated, on the cores that are here. Every contender consumes the same samples, and
 their lengths are compared before a ratio is made; the first steps, which also start the engines, are not timed. The
-paced contenders are simulated too (``tilth_studies.asynchrony``), with the same lengths, pace and rounds, and with the
-trainer's own seconds of a step as they were measured: a step's less those in which it waited for samples.
+paced contenders are simulated too (``tilth_studies.asynchrony``), with the same lengths and rounds, and with seconds as
+they were measured: of a decode step, of the trainer in a step (less those in which it waited for samples or for rounds
+to end), and of a copy of the weights (``time/publish`` of the synchronous run, in which no round is under way).
 
 ``--tails``, in place of these: paced replicas that take weights from a relay, with and without moves of their last
 samples (``rollout.repack``), for both ways of ``rollout.inflight``.
 """
 
+import json
 import statistics
 import tempfile
 from argparse import Namespace
@@ -73,7 +75,7 @@ def recipe(
         plugin.write_text(f"from async_engine import pace_native\n\npace_native({pace})\n")
         rollout |= tails
     elif paced:
-        rollout |= {"engine": "paced", "options": pace}
+        rollout |= {"engine": "paced", "options": {**pace, "log": folder}}
     rollout |= {"buffer": BUFFER} if staleness == "free" else {}
     return from_dict(
         {
@@ -93,14 +95,18 @@ def recipe(
     )
 
 
-def raced(name: str, asked: Namespace, seed: int, *, paced: bool) -> tuple[dict[str, Any], dict[int, int]]:
-    """Figures of one contender, and the length of each sample."""
+def raced(
+    name: str, asked: Namespace, seed: int, *, paced: bool, copy: float | None = None
+) -> tuple[dict[str, Any], dict[int, int]]:
+    """Figures of one contender, and the length of each sample. copy: seconds of a copy of the weights; None: those in
+    which this one publishes."""
     steps, pace = (5, QUICK) if asked.quick else (20, PACE)
     staleness, tails = CONTENDERS.get(name, "free"), TAILS.get(name)
     with tempfile.TemporaryDirectory() as folder:
         made = recipe(folder, staleness, asked.replicas, steps, seed, pace if paced else None, tails)
         result = run_recipe(made, name=name, reward=score)
         records, rows = read_metrics(result.directory), read_trajectories(result.directory).to_pylist()
+        slower = stretch(Path(folder), steps)
     timed, first = records[UNTIMED:], records[UNTIMED - 1]
     seconds, samples = timed[-1]["seconds"] - first["seconds"], sum(r["samples"] for r in timed)
     behind = staleness != 0
@@ -116,20 +122,33 @@ def raced(name: str, asked: Namespace, seed: int, *, paced: bool) -> tuple[dict[
     if tails is not None:
         found |= {"moved": sum(record["samples/moved"] for record in records)}
     elif paced:
-        rate = simulated(name, asked.replicas, steps, own, pace)
-        found |= {"simulated_samples_per_minute": round(rate, 1)}
+        publish = statistics.fmean(record["time/publish"] for record in timed)
+        real = {key: seconds * slower for key, seconds in pace.items()}
+        rate = simulated(name, asked.replicas, steps, own - publish, real, publish if copy is None else copy)
+        found |= {"step_over_pace": round(slower, 3), "simulated_samples_per_minute": round(rate, 1)}
         found |= {"simulated_over_measured": round(rate / found["samples_per_minute"], 3)}
     return found, {row["id"]: len(row["tokens"]) - row["prompt_length"] for row in rows}
 
 
-def simulated(name: str, replicas: int, steps: int, train: float, pace: dict[str, float]) -> float:
-    """Samples per minute of a contender by the simulator. train: seconds of the trainer in a step."""
+def stretch(folder: Path, steps: int) -> float:
+    """Seconds that timed decode steps took over those that they sleep; 1 without logs of paced engines."""
+    asked = taken = 0.0
+    for path in folder.glob("*.jsonl"):
+        lines = {version: times for version, *times in map(json.loads, path.read_text().splitlines())}
+        first, last = (lines[min(max(lines), min(lines) + count)] for count in (UNTIMED, steps))
+        asked, taken = asked + last[0] - first[0], taken + last[1] - first[1]
+    return taken / asked if asked else 1.0
+
+
+def simulated(name: str, replicas: int, steps: int, train: float, pace: dict[str, float], copy: float) -> float:
+    """Samples per minute of a contender by the simulator. train: seconds of the trainer in a step; copy: of one of the
+    weights."""
     samples, staleness = PROMPTS * GROUP, CONTENDERS[name]
     lengths = [min(length_of(i), LONGEST) for i in range(2 * steps * samples)]
     limits = ReplicaLimits(samples * (LONGEST + 16), samples // replicas)
-    costs = RolloutCosts(step=pace["t0"], row=pace["c"], train=train)
+    costs = RolloutCosts(step=pace["t0"], row=pace["c"], train=train, sync=copy)
     bound = BUFFER - 1 if staleness == "free" else staleness  # a buffer admits as many as this bound
-    mode = AsyncMode(staleness=bound, rounds=LIMITS.seconds, bounded=staleness != "free")
+    mode = AsyncMode(staleness=bound, rounds=LIMITS.seconds, bounded=staleness != "free", together=True)
     job = RolloutJob(costs, limits, replicas, 1, samples, GROUP, 16, lengths, updates=steps)
     simulation = AsyncSimulation(job, mode)
     simulation.run()
@@ -146,7 +165,10 @@ def race(asked: Namespace, seed: int, *, paced: bool) -> list[dict[str, Any]]:
     """All contenders on one seed; each has consumed the same samples."""
     names = ["sync", "one_step", "free"] if asked.quick else list(CONTENDERS)
     names = list(TAILS) if asked.tails else names
-    found = {name: raced(name, asked, seed, paced=paced) for name in (names if paced else names[:2])}
+    found, copy = dict[str, tuple[dict[str, Any], dict[int, int]]](), None
+    for name in names if paced else names[:2]:
+        found[name] = raced(name, asked, seed, paced=paced, copy=copy)
+        copy = found[names[0]][0]["publish_seconds"]
     rows, lengths = zip(*found.values())
     same_work({name: {"samples": len(one)} for name, one in zip(found, lengths)})
     assert all(one.keys() == lengths[0].keys() for one in lengths), "contenders consumed other samples"

@@ -37,6 +37,9 @@ class AsyncMode(NamedTuple):
     many as all updates need; 0: at any time, row by row, without an end."""
     bounded: bool = False
     """With ``rounds``: an update waits for groups that would be too old for the next: ``due_groups``."""
+    together: bool = False
+    """With ``rounds``: replicas and trainer load weights in one collective. A replica comes to it at the end of its
+    round, and waits there for the others, as the trainer does."""
 
 
 def modes(staleness: int) -> dict[str, AsyncMode]:
@@ -291,6 +294,8 @@ class AsyncSimulation:
     """Time and tokens of each update."""
     waits: list[float] = field(default_factory=list)
     order: int = 0
+    stopping: bool = False
+    """With ``together``: no round begins until all replicas have the newest weights."""
     flying: dict[int, int] = field(default_factory=dict)
     """With rounds: group that no update has taken -> version that began it."""
 
@@ -315,7 +320,10 @@ class AsyncSimulation:
                 landed, self.replicas[index].landing = self.replicas[index].landing, None
                 self.collect(landed or [])
                 self.go_on(time)
-                self.round(time)
+                if self.stopping:
+                    self.sync(time)
+                else:
+                    self.round(time)
             else:
                 self.repack(time)
                 self.at(time + PERIOD, "repack")
@@ -385,7 +393,8 @@ class AsyncSimulation:
             self.begin(time)
         elif not self.given:
             self.feed_all(time)
-        if self.training or (self.mode.every and self.due()) or not (groups := self.batch()):
+        stopped = self.training or self.stopping or (self.mode.every and self.due())
+        if stopped or not (groups := self.batch()):
             return
         rows = [row for group in groups for row in group]
         self.ages.update(self.version - row.version for row in rows)
@@ -478,6 +487,10 @@ class AsyncSimulation:
         """End an update, and hand its weights on."""
         self.training, self.version = False, self.version + 1
         costs = self.job.costs
+        if self.mode.together:
+            self.stopping = True
+            self.sync(time)
+            return
         if self.mode.every:
             self.go_on(time)
             return
@@ -490,6 +503,17 @@ class AsyncSimulation:
                 self.interrupt(replica, time)
                 self.follow(index)
             self.feed_all(time)
+        self.go_on(time)
+
+    def sync(self, time: float) -> None:
+        """Load weights on all replicas, and go on, once none has a round."""
+        if any(replica.landing is not None for replica in self.replicas):
+            return
+        self.stopping, self.free_at = False, time + self.job.costs.sync
+        for replica in self.replicas:
+            replica.now = max(replica.now, time)
+            self.interrupt(replica, time)
+        self.round(time)
         self.go_on(time)
 
     def interrupt(self, replica: SimulatedReplica, time: float) -> None:
@@ -545,8 +569,8 @@ class AsyncSimulation:
 def simulate(job: RolloutJob, mode: AsyncMode) -> AsyncOutcome:
     """Simulate ``job.updates`` updates by a mode. Raises PlanError (a job of fewer than two updates, a mode with rounds
     or a bound and without what they need)."""
-    if (mode.rounds and mode.staleness is None) or (mode.bounded and not mode.rounds):
-        raise PlanError(f"{mode}: bounded needs rounds, and rounds need a staleness", key="mode")
+    if (mode.rounds and mode.staleness is None) or ((mode.bounded or mode.together) and not mode.rounds):
+        raise PlanError(f"{mode}: bounded and together need rounds, and these a staleness", key="mode")
     if job.updates < 2:
         raise PlanError(f"updates = {job.updates}: a rate needs 2 or more", key="updates")
     return AsyncSimulation(job, mode).run()

@@ -202,7 +202,19 @@ def test_a_rate_needs_two_updates():
         simulate(replace(JOB, updates=1), MODES["sync"])
 
 
-@pytest.mark.parametrize("mode", [AsyncMode(rounds=1.0), AsyncMode(staleness=1, bounded=True)])
+def test_weights_that_all_load_together_wait_for_the_rounds_under_way():
+    """Of 10 and 100 steps on two replicas. The first update is done at 0.2 s, amid a round that ends at 0.3 s; after
+    0.2 s of loading the second row goes on at 0.5 s, with 70 steps left, and its update is done at 1.3 s."""
+    costs = RolloutCosts(step=0.01, train=0.1, sync=0.2)
+    job = RolloutJob(costs, ReplicaLimits(1_000, 1), 2, 1, 1, 1, 1, [10, 100], updates=2)
+    simulation = AsyncSimulation(job, AsyncMode(staleness=1, rounds=0.3, together=True))
+    simulation.run()
+    assert [time for time, _ in simulation.ends] == pytest.approx([0.2, 1.3])
+
+
+@pytest.mark.parametrize(
+    "mode", [AsyncMode(rounds=1.0), AsyncMode(staleness=1, bounded=True), AsyncMode(staleness=1, together=True)]
+)
 def test_a_mode_without_what_it_needs(mode):
     with raises(PlanError, "mode"):
         simulate(JOB, mode)
