@@ -13,7 +13,7 @@ from tilth.cluster.backends.inline import InlineStore, pickled_size
 from tilth.core.trajectory import Segment
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import COLUMNS, conform, read_trajectories
-from tilth.roles.experience import to_batch
+from tilth.roles.experience import put_like, to_batch
 from tilth.roles.trajectory_writer import SHOWN, TrajectoryWriter
 
 
@@ -87,7 +87,7 @@ def test_the_table_is_what_the_run_directory_keeps(store):
     table, _ = added(store, scored(store), 1)
     kept = conform(table)
     assert kept.schema == COLUMNS
-    assert set(COLUMNS.names) == set(table.column_names)
+    assert set(COLUMNS.names) - {"advantages", "trainer_logprobs"} == set(table.column_names)
     assert {c: kept[c].to_pylist() for c in table.column_names} == {c: table[c].to_pylist() for c in table.column_names}
 
 
@@ -166,3 +166,27 @@ def test_rewards_of_turns_are_one_for_each_assistant_segment(store):
     )  # fmt: skip
     table, _ = added(store, to_batch([one, trajectory(5, [1], [3], "b", 0.0)], store, by_turn=True), 1)
     assert table["turn_rewards"].to_pylist() == [[0.25, -0.5], None]
+
+
+def test_advantages_and_the_trainer_s_log_probs_are_those_of_the_ids_that_were_learned_from(store, writer, tmp_path):
+    batch = scored(store)
+    tokens = batch.read(store, "tokens")["tokens"]
+    flat = np.arange(len(tokens.values), dtype=np.float32) + 1
+    learned = put_like(put_like(batch, store, "advantages", flat, tokens), store, "old_logprobs", -flat, tokens)
+    writer.add(batch, 1, learned.select(np.array([2, 0])))
+    writer.commit(1)
+    writer.flush()
+    rows = {row["id"]: row for row in read_trajectories(tmp_path).to_pylist()}
+    assert rows[4]["advantages"] == [0.0, 0.0, 3.0] and rows[4]["trainer_logprobs"] == [0.0, 0.0, -3.0]
+    assert rows[6]["advantages"] == [0.0, 10.0] and rows[6]["trainer_logprobs"] == [0.0, -10.0]
+    assert rows[5]["advantages"] is None and rows[5]["trainer_logprobs"] is None and rows[5]["text"] == "bü"
+
+
+def test_what_an_algorithm_does_not_compute_is_null(store, writer, tmp_path):
+    batch = scored(store)
+    tokens = batch.read(store, "tokens")["tokens"]
+    writer.add(batch, 1, put_like(batch, store, "advantages", np.ones(len(tokens.values), np.float32), tokens))
+    writer.commit(1)
+    writer.flush()
+    found = read_trajectories(tmp_path)
+    assert found["advantages"].null_count == 0 and found["trainer_logprobs"].null_count == 3

@@ -37,6 +37,8 @@ COLUMNS = pa.schema(
         ("finish", pa.string()),
         ("logprobs", pa.list_(pa.float32())),  # of the rollout engine; 0 on the prompt
         ("version", pa.int32()),
+        ("advantages", pa.list_(pa.float32())),  # null: nothing was learned from the row
+        ("trainer_logprobs", pa.list_(pa.float32())),  # before the update; null: the algorithm does not need them
     ]
 )
 """All columns; a writer may leave out any but ``step`` and ``id``; missing ones are filled with null."""

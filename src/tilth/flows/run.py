@@ -231,7 +231,7 @@ class Run:
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the batch in the recipe's number of parts, once per epoch, rows in a new order each time."""
-        algo = self.recipe.algorithm
+        algo, self.log.learned = self.recipe.algorithm, batch
         whole = algo.epochs * algo.minibatches
         for epoch in range(algo.epochs):
             self.progress.at("updating", epoch * algo.minibatches, whole)

@@ -50,6 +50,8 @@ class StepLog:
         self.metrics, self.bounds, self.say, self._writer = metrics, bounds, say, roles.writer
         self.sample: dict[str, Any] | None = None
         """A sampled answer of the newest step."""
+        self.learned: Batch | None = None
+        """Rows of the running step that the policy is updated with."""
         self._spikes, self._roles = [SpikeRule(name) for name in WATCHED[recipe.flow_spec.samples]], roles
         self._pending: list[tuple[Mapping[str, Metric], bool]] = []
         self._updates: list[Mapping[str, Metric]] = []
@@ -61,7 +63,7 @@ class StepLog:
 
     def start(self) -> None:
         """Begin a step."""
-        self._updates = []
+        self._updates, self.learned = [], None
 
     def add_update(self, metrics: Mapping[str, Metric], *, policy: bool = True) -> None:
         """Add an optimizer step; ``flush`` waits for its metrics. policy: False for a step of the critic."""
@@ -108,10 +110,11 @@ class StepLog:
                 self.metrics.add(name, state.weights[name])
 
     def record(self, sampled: Batch) -> None:
-        """Hand the step's trajectories to their writer; warn if the last steps had nothing to learn from."""
+        """Hand the step's trajectories to their writer, with what was learned from them; warn if the last steps had
+        nothing to learn from."""
         state = self.state
         if self._writer is not None:
-            self.sample = self._writer.add(sampled, state.step + 1)
+            self.sample = self._writer.add(sampled, state.step + 1, self.learned)
         state.flat = counted(state.flat, sampled, self.algorithm.estimator, self.recipe.rollout.group)
         if text := warning(state.flat, sampled, self.recipe):
             self.directory.warn(state.step + 1, text)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Jagged, Store
@@ -47,9 +48,12 @@ class TrajectoryWriter:
             self.files.close()
 
     @transfer(split="all", gather="first")
-    def add(self, batch: Batch, step: int) -> dict[str, Any]:
-        """Add the trajectories of the running step; return one of them, cut for the terminal."""
+    def add(self, batch: Batch, step: int, learned: Batch | None = None) -> dict[str, Any]:
+        """Add the trajectories of the running step; return one of them, cut for the terminal. learned: those that the
+        policy was updated with, with what was computed of them."""
         table = self.table(batch, step)
+        for name, column in {} if learned is None else self._learned(learned, table["id"]).items():
+            table = table.append_column(name, column)
         self._files().add(table)
         first = table.slice(0, 1).select(["prompt_text", "text", "answer", "reward"]).to_pylist()[0]
         cut = {name: value[:SHOWN] if isinstance(value, str) else value for name, value in first.items()}
@@ -112,6 +116,17 @@ class TrajectoryWriter:
                 "version": pa.array(batch["version"]),
             }
         )
+
+    def _learned(self, batch: Batch, ids: pa.ChunkedArray) -> dict[str, pa.Array]:
+        """Return advantages, and the trainer's log-probs where the algorithm needs them, at tokens that the policy
+        chose: of the rows with these ids, null for one that is not in the batch."""
+        names = {"advantages": "advantages", "old_logprobs": "trainer_logprobs"}
+        columns = batch.read(self.store, "mask", *(name for name in names if name in batch.payload))
+        mask, place, found = columns.pop("mask").values, pc.index_in(ids, value_set=pa.array(batch["id"])), {}
+        for name, column in columns.items():
+            chosen = Jagged(np.where(mask != 0, column.values, 0), column.offsets)
+            found[names[name]] = _lists(chosen, np.float32).take(place.combine_chunks())
+        return found
 
 
 def _as_seen(tokenizer: Tokenizer, columns: Mapping[str, Jagged]) -> tuple[list[str], list[str]]:
