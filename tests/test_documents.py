@@ -54,6 +54,7 @@ ELSEWHERE = {
     "tilth run addition-grpo run.checkpoints=s3://": "a store",
     "tilth env try 'mcp:": "a server of one's own; tests/envs/test_mcp.py has one",
     "tilth serve": "it serves until Ctrl-C; tests/serve/test_app.py has one",
+    "tilth sweep": "it trains six runs; tests/cli/test_sweep.py has one",
     "tilth ui": "it serves until Ctrl-C; tests/ui/web/test_pages.py has one",
     "tilth trace capture": "a run that goes on; tests/cli/test_capture.py has one",
     "python3 -m verl.": "verl's own command",

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -15,7 +18,7 @@ from tilth.config.load import from_dict
 from tilth.config.open_sets import TRACKERS
 from tilth.core.errors import PluginError, RecipeError
 from tilth.ui import track
-from tilth.ui.track import TensorBoard, Tracker, WeightsAndBiases, numbers, sample_text, tracking
+from tilth.ui.track import MLflow, TensorBoard, Tracker, WeightsAndBiases, numbers, sample_text, tracking
 
 RECIPE = from_dict({"run": {"track": ["tensorboard"]}, "algorithm": {"steps": 7}})
 SAMPLE = {"prompt": "1+1=", "text": "2 <b>*x*", "answer": "2", "reward": 1.0}
@@ -401,3 +404,45 @@ def test_a_killed_run_goes_on_with_average_noise_and_tracker_as_if_never_killed(
     events = read_events(torn)
     assert [e.step for e in events.Scalars("loss")] == list(range(1, 13))
     assert {"noise/trace", "norm/grad/0", "norm/weight/embedding"} <= set(events.Tags()["scalars"])
+
+
+# ---- MLflow and Trackio ----
+
+
+@pytest.mark.skipif(not has["mlflow"], reason="mlflow is not installed")
+def test_mlflow_reads_every_step_back_once_and_a_resumed_run_is_the_same(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert watched(MLflow, tmp_path, range(1, 5), failed=True) == []
+    assert watched(MLflow, tmp_path, range(4, 7), begin=3, attempt=2) == []
+    client, one = MlflowClient(), json.loads((tmp_path / "mlflow.json").read_text())["id"]
+    (experiment,) = [e for e in client.search_experiments() if e.name == "tilth"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == one and run.info.status == "FINISHED" and run.info.run_name == tmp_path.name
+    found = [(m.step, m.value) for m in client.get_metric_history(one, "loss")]
+    assert sorted(found) == [(s, s + (0.125 if s < 5 else 0.25)) for s in range(1, 7)]
+    assert {file.path for file in client.list_artifacts(one)} == {"recipe.toml", "samples"}
+
+
+@pytest.mark.skipif(not has["trackio"], reason="trackio is not installed")
+def test_trackio_reads_every_step_back_once_and_a_resumed_run_is_the_same(tmp_path):
+    """In a process of its own: its folder is chosen when it is imported."""
+    text = """
+import json, sys
+from pathlib import Path
+from tests.ui.test_track import watched
+from tilth.ui.track import Trackio
+run = Path(sys.argv[1])
+assert watched(Trackio, run, range(1, 5)) == [] and watched(Trackio, run, range(4, 7), begin=3, attempt=2) == []
+from trackio.sqlite_storage import SQLiteStorage
+name = json.loads((run / "trackio.json").read_text())["id"]
+print(json.dumps([[row["step"], row["loss"]] for row in SQLiteStorage.get_logs("tilth", name)]))
+"""
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "store"), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    done = subprocess.run([sys.executable, "-c", text, tmp_path], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == [[s, s + (0.125 if s < 5 else 0.25)] for s in range(1, 7)]

@@ -70,7 +70,7 @@ LOCAL_METHODS = {
 }
 """Ways in which data ranks learn apart by name -> class; its keyword-only arguments but those of ``Averaging`` are
 options."""
-TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio"}
 """Name of each tracker of Tilth -> its class in ``tilth.ui.track``."""
 ALGORITHMS: dict[str, dict[str, Any]] = {}
 """Kind (losses, corrections ...) -> name -> class, which ``tilth.rl.registry.register`` fills."""

@@ -1,4 +1,4 @@
-"""Trackers: a run's metrics in TensorBoard and Weights & Biases (``run.track``).
+"""Trackers: a run's metrics in TensorBoard, Weights & Biases, MLflow and Trackio (``run.track``).
 
 Each writes in its own thread, so that a slow disk or network never delays a step. An error of its library is reported
 once, and the run continues without it. A step that a resume runs again appears once.
@@ -200,39 +200,62 @@ class TensorBoard(Tracker):
         return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
 
 
-class WeightsAndBiases(Tracker):
-    """Writes a run in RUN/wandb, offline unless WANDB_MODE is set, under the id in RUN/wandb.json.
-
-    The history of Weights & Biases cannot go back, so a step that a resume runs again is not sent again: it is equal.
-    """
-
-    package = "wandb"
+class SentOnce(Tracker):
+    """Base of trackers whose history cannot go back: a step that a resume runs again is not sent again, since it is
+    equal. RUN/PACKAGE.json has the id under which a resumed run continues, and the last step that was sent."""
 
     def open(self, directory: Path, step: int) -> None:
         """Start under a new id, or resume under the directory's."""
+        self._path = directory / f"{self.package}.json"
+        known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {"id": "", "step": 0}
+        self.id, self._sent = known["id"], known["step"]
+        self.id = self.begin(directory, self.id)
+        self._remember(self._sent)
+
+    def write(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """Send a step, unless an earlier attempt sent it."""
+        if step > self._sent:
+            self._remember(step)  # before: a SIGKILL in between may lose a step, but never doubles one
+            self.send(step, values, text)
+
+    def begin(self, directory: Path, known: str) -> str:
+        """Start, or resume under the id ``known``; return the id."""
+        raise NotImplementedError
+
+    def send(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """Send a step that was not sent before."""
+        raise NotImplementedError
+
+    def _remember(self, step: int) -> None:
+        self._sent = step
+        with atomic_write(self._path) as temporary:
+            temporary.write_text(json.dumps({"id": self.id, "step": step}))
+
+
+class WeightsAndBiases(SentOnce):
+    """Writes a run in RUN/wandb, offline unless WANDB_MODE is set, under the id in RUN/wandb.json."""
+
+    package = "wandb"
+
+    def begin(self, directory: Path, known: str) -> str:
+        """Start or resume."""
         import wandb
 
-        self._path = directory / "wandb.json"
-        fresh = {"id": uuid.uuid4().hex[:8], "step": 0}
-        known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else fresh
-        self._id, self._sent = known["id"], known["step"]
-        self._remember(self._sent)
+        identity = known or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tilth"),
             name=directory.name,
-            id=self._id,
+            id=identity,
             resume="allow",
             dir=str(directory),
             mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
             config={**self.recipe.dump(), "metrics": schema()},
             settings=wandb.Settings(console="off", silent=True, init_timeout=PATIENCE / 2),
         )
+        return identity
 
-    def write(self, step: int, values: Mapping[str, float], text: str) -> None:
-        """Log one row of the history, unless an earlier attempt sent that step."""
-        if step <= self._sent:
-            return
-        self._remember(step)  # before it is sent: a SIGKILL in between may lose a step, but never doubles one
+    def send(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """Log one row of the history."""
         import wandb
 
         shown = {"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)} if text else {}
@@ -246,10 +269,60 @@ class WeightsAndBiases(Tracker):
         """Wait for an upload."""
         self._run.finish(exit_code=int(failed))
 
-    def _remember(self, step: int) -> None:
-        self._sent = step
-        with atomic_write(self._path) as temporary:
-            temporary.write_text(json.dumps({"id": self._id, "step": step}))
+
+class MLflow(SentOnce):
+    """Writes a run of the experiment MLFLOW_EXPERIMENT_NAME [tilth] where MLFLOW_TRACKING_URI leads."""
+
+    package = "mlflow"
+
+    def begin(self, directory: Path, known: str) -> str:
+        """Start, with the recipe, or resume."""
+        from mlflow import MlflowClient
+
+        self._client, name = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", "tilth")
+        if known:
+            self._client.update_run(known, status="RUNNING")
+            return known
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        identity: str = self._client.create_run(experiment, run_name=directory.name).info.run_id
+        self._client.log_text(identity, dump_toml(self.recipe), "recipe.toml")
+        return identity
+
+    def send(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """Log the metrics of a step, and a sampled answer as a file."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.id, [Metric(name, value, now, step) for name, value in values.items()])
+        if text:
+            self._client.log_text(self.id, text, f"samples/step-{step:06d}.txt")
+
+    def finish(self, failed: bool) -> None:
+        """End the run."""
+        self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+
+
+class Trackio(SentOnce):
+    """Writes a run of the project TRACKIO_PROJECT [tilth] into Trackio's folder (TRACKIO_DIR), on this machine."""
+
+    package = "trackio"
+
+    def begin(self, directory: Path, known: str) -> str:
+        """Start, with the recipe, or resume by the run's name."""
+        import trackio
+
+        name, project = known or f"{directory.name}-{uuid.uuid4().hex[:4]}", os.environ.get("TRACKIO_PROJECT", "tilth")
+        self._run = trackio.init(project, name=name, resume="allow", config=self.recipe.dump(), embed=False)
+        return name
+
+    def send(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """Log the metrics of a step, and a sampled answer as text."""
+        self._run.log({**values, **({"sample": text} if text else {})}, step=step)
+
+    def finish(self, failed: bool) -> None:
+        """Wait until all is written."""
+        self._run.finish()
 
 
 def _tracker(name: str) -> type[Tracker]:
