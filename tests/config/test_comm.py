@@ -47,6 +47,51 @@ REFUSED = {
 }
 
 
+LOCAL = "policy.comm.local"
+APART = [*ON, f"{LOCAL}=average", "flow=sft"]
+ALONE = {
+    "every alone": ([*ON, "policy.comm.every=2"], "policy.comm.every.unused"),
+    "no period": ([*APART, "policy.comm.every=0"], "policy.comm.every"),
+    "unknown": ([*ON, f"{LOCAL}=averages"], LOCAL),
+    "an option of another": ([*APART, "policy.comm.options.changes=4"], "policy.comm.options.changes"),
+    "a type": ([*APART, f"{LOCAL}=cser", "policy.comm.options.changes=many"], "policy.comm.options.changes.type"),
+    "smallest of whole models": ([*APART, "policy.comm.smallest=1"], "policy.comm.smallest.unused"),
+    "compressed gradients": ([*APART, f"{NAME}=topk"], "policy.comm.gradients.local"),
+    "compressed weights": (
+        [*APART, "policy.comm.weights=difference4", "policy.layout.zero=1"],
+        "policy.comm.weights.local",
+    ),
+    "samples": ([*ON, f"{LOCAL}=average"], f"{LOCAL}.flow"),
+    "pairs": ([*APART, "flow=dpo"], f"{LOCAL}.flow"),
+    "adapters": ([*APART, "model.path=x", "policy.lora.rank=2"], f"{LOCAL}.lora"),
+    "an average": ([*APART, "train.ema=0.9"], "train.ema.local"),
+    "noise": ([*APART, 'train.watch=["noise_scale"]'], "train.watch.local"),
+    "another optimizer": ([*APART, f"{LOCAL}=adaalter"], f"{LOCAL}.optimizer"),
+    "shards": ([*APART, "policy.layout={fsdp=2, zero=3}"], f"{LOCAL}.zero"),
+    "gathered shards": ([*APART, "policy.layout={fsdp=2, zero=2}"], f"{LOCAL}.zero"),
+    "divided updates": ([*APART, "policy.layout.zero=1"], f"{LOCAL}.zero"),
+    "context": ([*APART, "policy.layout.cp=2"], f"{LOCAL}.cp"),
+    "units": ([*APART, "policy.layout.hdp=2"], f"{LOCAL}.hdp"),
+    "one rank": ([f"{LOCAL}=average", "flow=sft"], f"{LOCAL}.ranks"),
+    "tp": ([*APART, "policy.layout.tp=2"], f"{LOCAL}.ranks"),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_local_methods_cannot_do(what):
+    overrides, key = ALONE[what]
+    with raises(RecipeError, key):
+        load_recipe("addition-grpo", overrides)
+
+
+@pytest.mark.parametrize("name", ["average", "cser"])
+@pytest.mark.parametrize(("flow", "workers", "layout"), [("sft", 2, "dp=2"), ("pretrain", 4, "dp=2, tp=2")])
+def test_where_local_methods_work(name, flow, workers, layout):
+    keys = [ON[0], f"cluster.workers={workers}", f"{LOCAL}={name}", f"flow={flow}", f"policy.layout={{{layout}}}"]
+    recipe = load_recipe("addition-grpo", [*keys, "data.source=text.jsonl", "policy.comm.every=8"])
+    assert not recipe.policy.comm.exact and recipe.policy.comm.every == 8
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_compression_cannot_do(what):
     overrides, key = REFUSED[what]

@@ -54,6 +54,9 @@ class Case:
     per_token: int = 2
     lora: bool = False
     lora_dropout: float = 0.0
+    family: str = ""
+    """Another family than that of ``CONFIG``, in a shape of its own."""
+    ffn: int = CONFIG.intermediate_size
     both: bool = False
     """Both layers have experts; else the second one."""
     double: bool = False
@@ -74,7 +77,8 @@ class Case:
         sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
         names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora")
         names += ("lora_dropout", "offload")
-        marks = [n for n in names if getattr(self, n)]
+        marks = [n for n in names if getattr(self, n)] + [self.family] * bool(self.family)
+        marks += [f"ffn{self.ffn}"] * (self.ffn != CONFIG.intermediate_size)
         sizes += [f"zero{self.zero}"] * (self.zero == 1 or self.fsdp * self.ep > 1)
         return "-".join(sizes + ["untied"] * (not self.tied) + marks)
 
@@ -90,7 +94,14 @@ def build(case: Case) -> Decoder:
         if case.experts
         else CONFIG
     )
-    config = replace(shape, tie_embeddings=case.tied, dropout=case.dropout, num_layers=case.layers)
+    if case.family:
+        from tests.models.tiny import decoder, shape  # imports transformers
+
+        model = decoder(shape(case.family), torch.float64 if case.double else torch.float32)
+        return model.double() if case.double else model
+    config = replace(
+        shape, tie_embeddings=case.tied, dropout=case.dropout, num_layers=case.layers, intermediate_size=case.ffn
+    )
     model = Decoder(config, torch.float64 if case.double else torch.float32)
     made = ValueModel(model) if case.value else model
     made.checkpointing = case.checkpointing

@@ -1,6 +1,8 @@
 """Local methods: ranks learn apart as the papers say, meet, resume with the same bits, and what is wrong is found."""
 
+import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,14 +11,16 @@ from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.parallel.layouts import Case, build, engine_of, loss_of, rows_of, weights
 from tests.parallel.layouts import batch as whole_batch
+from tests.parallel.test_comm import Operators
 from tests.parallel.test_sync import SMALLEST, copied, step
+from tilth.checkpoint import Commit, begin_save, open_checkpoint
 from tilth.config.axes import AXES
-from tilth.core.errors import RecipeError
-from tilth.core.layout import Layout, Mesh, Replicate
+from tilth.core.errors import RecipeError, ReplicaMismatch
+from tilth.core.layout import Box, Layout, Mesh, Replicate
 from tilth.core.random import stream
 from tilth.guard.snapshots import compare
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.local import LOCAL, SHARED, SQUARES, Averaging, ErrorReset, LocalAdaAlter
+from tilth.parallel.local import LOCAL, SHARED, Averaging, ErrorReset, LocalAdaAlter
 from tilth.parallel.reducer import EXACT
 from tilth.parallel.sharded import shard
 from tilth.plan.rules import Parameter
@@ -51,11 +55,11 @@ class Nesterov:
         return 0.05 * (g + 0.9 * self.m[name])
 
 
-def bound(grid, **how):
+def bound(grid, kind=ErrorReset, own=None, **how):
     """A method with tensors of zeros."""
-    own = {n: torch.zeros(shape, dtype=torch.float64) for n, shape in SIZES.items()}
+    own = own or {n: torch.zeros(shape, dtype=torch.float64) for n, shape in SIZES.items()}
     held = {n: Layout(grid.mesh, (Replicate(),) * len(grid.mesh.names), shape) for n, shape in SIZES.items()}
-    method = ErrorReset(smallest=8, **how)
+    method = kind(smallest=8, **how)
     method.bind(grid, held, held, TABLE, own)
     return method, own
 
@@ -140,6 +144,15 @@ def test_blocks_are_drawn_by_step_and_tensor_and_reach_every_element():
     assert sorted(set(seen["a"])) == [(0, 8), (8, 17), (17, 26), (26, 35)]
 
 
+def test_a_rank_without_a_part_of_a_tensor_sends_nothing_of_it():
+    own = {n: torch.zeros(0, *shape[1:]) for n, shape in SIZES.items()}
+    method, own = bound(ParallelDims.alone(), own=own, changes=4)
+    method.prepare()
+    assert {x.numel() for x in method._before.values()} == {0}
+    method.settle(True)
+    assert all(not x.numel() for x in own.values())
+
+
 @pytest.mark.parametrize(("option", "value"), [("changes", -1), ("models", 0)])
 def test_options_that_cannot_be_are_refused(option, value):
     with raises(RecipeError, f"policy.comm.options.{option}"):
@@ -150,7 +163,9 @@ def test_options_that_cannot_be_are_refused(option, value):
 
 
 class Alter(torch.optim.Optimizer):
-    """Steps with the squares that it has, then adds to them."""
+    """AdaAlter with b0 = eps = 1: exp_avg_sq are this rank's sums of squares, exp_avg those that all ranks know."""
+
+    averaged, common, every = ("exp_avg_sq",), ("exp_avg",), 1
 
     def __init__(self, parameters, section):
         super().__init__(parameters, {"lr": section.lr})
@@ -158,25 +173,25 @@ class Alter(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for p in (p for group in self.param_groups for p in group["params"]):
-            squares = self.state[p]["exp_avg_sq"]
-            p -= self.param_groups[0]["lr"] * p.grad / (squares + 1).sqrt()
-            squares += p.grad**2
-
-
-class Lazy(LocalAdaAlter):
-    kinds = ("exp_avg_sq",)
+            state = self.state[p]
+            state["step"] += 1
+            k = (int(state["step"]) - 1) % self.every + 1
+            if k == 1:
+                state["exp_avg"].copy_(state["exp_avg_sq"])
+            p -= self.param_groups[0]["lr"] * p.grad / (1 + state["exp_avg"] + k).sqrt()
+            state["exp_avg_sq"] += p.grad**2
 
 
 def declare():
     forget()
-    tilth.optimizer("alter", state=("exp_avg_sq",))(Alter)
+    tilth.optimizer("alter", state=("exp_avg", "exp_avg_sq"))(Alter)
     tilth.optimizer("sgd", state=())(lambda parameters, section: torch.optim.SGD(parameters, lr=section.lr))
 
 
 def made(rank, case, name, optimizer="adamw", **how):
     """A learner whose ranks learn apart. name: of ``ALL``; "": as one."""
     declare()
-    kind = {"": None, "adaalter": Lazy}.get(name, ALL.get(name))
+    kind = ALL.get(name)
     optimizer = "alter" if name == "adaalter" else optimizer
     reducer = EXACT if kind is None else kind(**{"smallest": SMALLEST, **how})
     grid = ParallelDims.of(Mesh.of({axis: getattr(case, axis) for axis in AXES}), rank)
@@ -200,6 +215,11 @@ def alike(ends):
     return all(torch.equal(ends[0][n], t) for own in ends for n, t in own.items())
 
 
+def copies_of(case, found):
+    """What ranks found that see other data than the first one, and its own."""
+    return [found[rank] for rank in Mesh.of({axis: getattr(case, axis) for axis in AXES}).along(0, "dp")]
+
+
 def agree(digests):
     return compare(dict(enumerate(digests))) is None
 
@@ -212,15 +232,14 @@ SPREAD = [DP, Case(dp=2, tp=2), Case(dp=2, pp=2, layers=4)]
 @pytest.mark.parametrize("name", ALL)
 def test_ranks_are_equal_when_it_is_declared_and_learn(pool, case, name):
     found = pool.run(case.ranks, HERE + "trained", case=case, name=name, every=2)
-    mesh = Mesh.of({axis: getattr(case, axis) for axis in AXES})
-    copies = [found[rank] for rank in mesh.along(0, "dp")]
+    copies = copies_of(case, found)
     for number in range(4):
         assert agree([own[2][number] for own in found])
         met = name != "cser" and number % 2 == 1
         assert alike([own[1][number] for own in copies]) == met
     losses = found[0][0]
     assert losses[3] < losses[0]
-    prefixes = {"cser": {LOCAL, SHARED}, "average": set(), "adaalter": {SQUARES}}[name]
+    prefixes = {"cser": {LOCAL, SHARED}, "average": set(), "adaalter": set()}[name]
     assert {n.partition(".")[0] + "." for n in found[0][3]} == prefixes
 
 
@@ -274,3 +293,263 @@ def test_averages_are_those_of_two_runs_by_hand_bit_for_bit(pool, optimizer):
     found = pool.run(2, HERE + "trained", case=DP, name="average", steps=5, every=2, optimizer=optimizer)
     for own, wanted in zip(found, alone(5, 2, optimizer)):
         assert all(torch.equal(t, wanted[n]) for n, t in own[1][4].items())
+
+
+def altered(rank, ranks, steps, every):
+    """Models, sums of squares of this rank and of all ranks after each step."""
+    own = {n: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for n, shape in SIZES.items()}
+    method, _ = bound(ParallelDims.of(Mesh.of({"dp": ranks}), rank), LocalAdaAlter, own, every=every)
+    optimizer, found = Alter(list(own.values()), types.SimpleNamespace(lr=0.1)), []
+    for p in own.values():
+        optimizer.state[p] = {k: torch.zeros_like(p) for k in ("exp_avg", "exp_avg_sq")} | {"step": torch.zeros(())}
+    state = {f"{kind}.{n}": tensor for n, p in own.items() for kind, tensor in optimizer.state[p].items()}
+    method.follow([optimizer], state)
+    for number in range(steps):
+        method.begin(number + 5)  # what counts are steps of the optimizer
+        for n, p in own.items():
+            p.grad = gradient(rank, number, n, p.detach())
+        method.prepare()
+        optimizer.step()
+        method.settle(True)
+        found.append([copied({n: values[n] for n in SIZES}) for values in (own, *by_kind(state))])
+    return found
+
+
+def by_kind(state):
+    return [{n: state[f"{kind}.{n}"] for n in SIZES} for kind in ("exp_avg_sq", "exp_avg")]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("every", [1, 3])
+def test_local_adaalter_is_that_of_the_paper_and_its_denominators_are_equal(pool, every):
+    x, a = ([{n: torch.zeros(s).double() for n, s in SIZES.items()} for _ in range(2)] for _ in range(2))
+    b, found = dict(a[0]), pool.run(2, HERE + "altered", ranks=2, steps=8, every=every)
+    for number in range(8):
+        k = number % every + 1
+        for n in SIZES:
+            for rank in range(2):
+                g = gradient(rank, number, n, x[rank][n])
+                x[rank][n] = x[rank][n] - 0.1 * g / (1 + b[n] + k).sqrt()
+                a[rank][n] = a[rank][n] + g**2
+            known = b[n]
+            if k == every:
+                x[0][n] = x[1][n] = (x[0][n] + x[1][n]) / 2
+                a[0][n] = a[1][n] = b[n] = (a[0][n] + a[1][n]) / 2
+            for rank in range(2):
+                own, squares, common = found[rank][number]
+                torch.testing.assert_close(own[n], x[rank][n], rtol=0, atol=1e-12)
+                torch.testing.assert_close(squares[n], a[rank][n], rtol=0, atol=1e-12)
+                torch.testing.assert_close(common[n], known, rtol=0, atol=1e-12)
+                assert torch.equal(common[n], found[0][number][2][n])
+
+
+# ---- what is sent ----
+
+
+def sent(rank, **how):
+    """Bytes of the sums of models in each of six steps, and the elements of blocks and of what is no block."""
+    role, found = made(rank, DP, "cser", **how), []
+    method = role._reducer
+    for number in range(6):
+        with Operators() as operators:
+            step(role.engine, DP)
+        method.begin(number)
+        sizes = [sum(len(range(*block.indices(10**9))) for block in method.blocks("changes", 4).values())]
+        method.begin(number + 1)
+        sizes.append(sum(block.stop - block.start for block in method.blocks("models", 2).values()))
+        found.append(([nbytes for op, _, nbytes in operators.seen if op == "all_reduce"], sizes))
+    parameters = role.sharded.parameters
+    rest = sum(p.numel() for n, p in parameters.items() if n not in method._places)
+    return found, rest, sum(p.numel() for p in parameters.values())
+
+
+@pytest.mark.dist
+def test_bytes_are_those_of_the_blocks(pool):
+    """And together 1 / changes + 1 / (H models) of those of gradients, but for what is no block."""
+    for found, rest, every in pool.run(2, HERE + "sent", every=3, changes=4, models=2):
+        for number, (nbytes, (changes, models)) in enumerate(found):
+            sums = [n for n in nbytes if n > 64]  # what decides about a step is less
+            assert sums == [4 * (changes + rest)] + [4 * models] * (number % 3 == 2)
+        share = sum(changes + models * (number % 3 == 2) for number, (_, (changes, models)) in enumerate(found))
+        assert share / 6 == pytest.approx((1 / 4 + 1 / 6) * (every - rest), rel=0.02)
+
+
+# ---- checkpoints ----
+
+
+def kept(rank, case, name, folder, **how):
+    """Losses and weights of three steps after a save in the middle of a period; position, groups, and models then."""
+    role = made(rank, case, name, **how)
+    for _ in range(3):
+        step(role.engine, case)
+    models, moments = copied(role.sharded.parameters), copied(role.engine.optimizers.state_tensors())
+    assert [role.save(folder, True), role.saving(True)] == ["", ""]
+    assert all(torch.equal(models[n], p) for n, p in role.sharded.parameters.items())
+    role.check_at_rest()
+    position, groups = role.position(), role.kept()
+    losses = [step(role.engine, case).loss for _ in range(3)]
+    return losses, copied(role.sharded.parameters), position, groups, models, moments
+
+
+def resumed(rank, case, name, path, position, steps=3, **how):
+    """Losses and weights of steps after a load; models and optimizer state at the load, digests of what is equal."""
+    role = made(rank, case, name, **how)
+    step(role.engine, case)
+    role.load(path, position)
+    models, moments = copied(role.sharded.parameters), copied(role.engine.optimizers.state_tensors())
+    digests = role._copies.digests(role.groups())
+    losses = [step(role.engine, case).loss for _ in range(steps)]
+    role.check_at_rest()
+    return losses, copied(role.sharded.parameters), models, moments, digests
+
+
+def saved(pool, tmp_path, case, name, **how):
+    folder = str(begin_save(tmp_path, 3))
+    found = pool.run(case.ranks, HERE + "kept", case=case, name=name, folder=folder, every=2, **how)
+    groups = found[0][3]
+    assert groups == ["model", "optimizer", "model_reducer"]
+    path = str(Commit(folder, {name: range(case.ranks) for name in groups}, {}).wait(60))
+    return found, {"path": path, "position": found[0][2]}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("case", [DP, *[pytest.param(case, marks=pytest.mark.slow) for case in SPREAD[1:]]], ids=str)
+def test_a_run_resumes_in_the_middle_of_a_period_bit_for_bit(pool, tmp_path, case, name):
+    found, there = saved(pool, tmp_path, case, name)
+    again = pool.run(case.ranks, HERE + "resumed", case=case, name=name, every=2, **there)
+    assert not alike([own[4] for own in copies_of(case, found)])
+    for (losses, end, _, _, models, moments), (other, finish, loaded, state, _) in zip(found, again):
+        assert other == losses
+        for there, here in ((models, loaded), (moments, state), (end, finish)):
+            assert there.keys() == here.keys() and all(torch.equal(there[n], t) for n, t in here.items())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ALL)
+def test_another_number_of_ranks_begins_with_the_mean_of_all_models(pool, tmp_path, name):
+    found, there = saved(pool, tmp_path, DP, name)
+    checkpoint = open_checkpoint(there["path"])
+    again = pool.run(4, HERE + "resumed", case=FOUR, name=name, every=2, steps=1, **there)
+    for n in found[0][4]:
+        mean = (found[0][4][n] + found[1][4][n]) / 2
+        torch.testing.assert_close(checkpoint.read("model", n, Box.whole(mean.shape)), mean)
+        for own in again:
+            torch.testing.assert_close(own[2][n], mean, rtol=1e-6, atol=1e-7)
+            assert torch.equal(own[2][n], again[0][2][n])
+    for n, moment in found[0][5].items():
+        torch.testing.assert_close(again[3][3][n], (moment + found[1][5][n]) / 2)
+    assert agree([own[4] for own in again])
+
+
+# ---- what is checked ----
+
+
+class Other(Averaging):
+    """The last rank has other bits after a meeting."""
+
+    def meet(self):
+        super().meet()
+        if self._group.rank():
+            next(iter(self._own.values())).data.view(-1).view(torch.int32)[3] ^= 1
+
+
+def flipped(rank, name, where, kind=None):
+    """What finds a bit that flips on the last rank after three steps: the digests at rest, or those of copies."""
+    if kind is not None:
+        ALL["other"] = kind
+    role = made(rank, DP, name, every=2)
+    for _ in range(2 if where == "meeting" else 3):
+        step(role.engine, DP)
+    found = []
+    if rank and where != "meeting":
+        title = next(n for n in role._reducer.state() if n.startswith(where))
+        role._reducer.state()[title].view(-1).view(torch.int32)[3] ^= 1
+    try:
+        role.check_at_rest()
+    except ReplicaMismatch as error:
+        found.append(error.key)
+    return found, role._copies.digests(role.groups())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "where", "rest"),
+    [("cser", LOCAL, True), ("average", LOCAL, True), ("cser", SHARED, False), ("other", "meeting", False)],
+)
+def test_a_flipped_bit_is_found(pool, name, where, rest):
+    """Of one rank's model by its digests, of what is equal by those of the copies."""
+    kind = Other if name == "other" else None
+    (first, one), (last, two) = pool.run(2, HERE + "flipped", name=name, where=where, kind=kind)
+    assert (first, last) == ([], ["at_rest"] * rest) and agree([one, two]) == rest
+
+
+def changed_alone(rank, name):
+    """``misreduced`` after a bit flips in a gradient between its backward pass and its use."""
+    role, found = made(rank, DP, name, every=2), []
+    gradients = role.sharded.gradients
+    reduce, plain = gradients.reduce, gradients.misreduced
+
+    def flip():
+        if rank and gradients.reducer.step == 1:
+            role.sharded.model.model.norm.weight.grad.numpy().view(np.int32)[2] ^= 1 << 20
+        reduce()
+
+    gradients.reduce, gradients.misreduced = flip, lambda: found.append(plain()) or ""
+    step(role.engine, DP), step(role.engine, DP)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["cser", "average"])
+def test_a_gradient_that_changes_before_it_is_used_is_found(pool, name):
+    first, last = pool.run(2, HERE + "changed_alone", name=name)
+    assert first == ["", ""] and last[0] == "" and "model.norm.weight" in last[1]
+
+
+def broken(rank, name):
+    """A step whose gradient is not finite on the last rank, between two others."""
+    role, results, ends = made(rank, DP, name, every=2), [], []
+    for number in range(3):
+        if number == 1 and rank:
+            hook = role.sharded.parameters["model.norm.weight"].register_hook(lambda grad: grad * float("inf"))
+        results.append(step(role.engine, DP).not_finite)
+        if number == 1 and rank:
+            hook.remove()
+        ends.append(copied(role.sharded.parameters))
+    return results, ends
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ALL)
+def test_a_gradient_that_is_not_finite_leaves_the_step_out_on_all_ranks(pool, name):
+    found = pool.run(2, HERE + "broken", name=name)
+    for results, ends in found:
+        assert results == [False, True, False]
+        assert all(t.isfinite().all() for t in ends[2].values())
+        assert any((ends[2][n] != t).any() for n, t in ends[1].items())
+    if name == "average":  # a period is of steps, left out or not
+        assert alike([ends[1] for _, ends in found]) and not alike([ends[2] for _, ends in found])
+    if name == "adaalter":  # its optimizer counts
+        assert not alike([ends[1] for _, ends in found]) and alike([ends[2] for _, ends in found])
+
+
+def evaluated(rank, name):
+    """Models of ranks, and in a block in which they are equal."""
+    role = made(rank, DP, name, every=4)
+    step(role.engine, DP)
+    before = copied(role.sharded.parameters)
+    with role.averaged():
+        there = copied(role.sharded.parameters)
+    return before, there, copied(role.sharded.parameters)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["cser", "average"])
+def test_models_are_equal_where_others_read_them_and_go_on_as_they_were(pool, name):
+    found = pool.run(2, HERE + "evaluated", name=name)
+    assert alike([own[1] for own in found]) and not alike([own[0] for own in found])
+    for before, there, after in found:
+        assert all(torch.equal(before[n], t) for n, t in after.items())
+        for n, t in there.items():
+            torch.testing.assert_close(t, (found[0][0][n] + found[1][0][n]) / 2)

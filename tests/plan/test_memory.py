@@ -71,6 +71,16 @@ def test_compression_keeps_what_it_leaves_out(keys, times):
     assert item(memory, "left out by compression") == pytest.approx(times * COUNT, rel=0.01)
 
 
+@pytest.mark.parametrize(("name", "common"), [("cser", 4), ("average", 0)])
+def test_ranks_that_learn_apart_keep_models_of_their_own(name, common):
+    keys = ["cluster.backend=local", "cluster.workers=2", "flow=sft", f"policy.comm.local={name}"]
+    memory = predicted(*keys)
+    assert item(memory, "model that all ranks share") == common * COUNT
+    assert item(memory, "model of one rank, where others read a mean") == 4 * COUNT
+    own = item(memory, "optimizer state") + (4 + common) * COUNT
+    assert item(memory, "copy of models and state of one rank being saved") == own
+
+
 def test_an_average_and_the_noise_of_gradients_need_copies():
     plain = predicted()
     assert item(plain, "average of the weights") == item(plain, "gradients of one micro-batch") == 0

@@ -5,13 +5,13 @@ of all gradients. Between two meetings ranks have models of their own; what they
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from tilth.config.open_sets import LOCAL_METHODS, OPTIMIZERS
+from tilth.config.open_sets import LOCAL_METHODS
 from tilth.config.roles import resolve
 from tilth.config.schema import CommConfig
 from tilth.core.layout import Layout
@@ -23,8 +23,8 @@ from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.sync import by_rank
 from tilth.plan.rules import Table, rule_of
 
-LOCAL, SHARED, SQUARES = "local.", "shared.", "squares."
-"""Prefixes of tensors of the state: the model of one rank; what all ranks have of models, and of sums of squares."""
+LOCAL, SHARED = "local.", "shared."
+"""Prefixes of tensors of the state: the model of one rank, and what all ranks have of it."""
 
 
 class Averaging(GradientReducer):
@@ -58,8 +58,13 @@ class Averaging(GradientReducer):
         self._group, self._ranks, self._own = grid.group(*copies), grid.size(*copies), dict(own)
         self._held, self._rows = given, {name: by_rank(layout) for name, layout in given.items()}
 
+    @property
+    def met(self) -> bool:
+        """True between a meeting and the next step."""
+        return self.step % self.every == 0
+
     def equal(self, name: str) -> bool:
-        return self.step % self.every == 0 or name not in self._held
+        return self.met or name not in self._held
 
     def state(self) -> Mapping[str, Tensor]:
         own = {name: self._kept.get(name, p) for name, p in self._own.items() if not self.equal(name)}
@@ -77,7 +82,7 @@ class Averaging(GradientReducer):
     @torch.no_grad()
     def settle(self, learned: bool) -> None:
         self.step += 1
-        if self.step % self.every == 0:
+        if self.met:
             self.meet()
 
     def meet(self) -> None:
@@ -205,61 +210,27 @@ class ErrorReset(Averaging):
 class LocalAdaAlter(Averaging):
     """Local AdaAlter: models and the optimizer's sums of squares are averaged every H steps (arXiv 1911.09030).
 
-    At step k after a meeting x_i -= lr G_i / sqrt(B + k eps^2) and A_i += G_i^2, where B is the mean of all A at that
-    meeting. So the optimizer, which steps with the sums that it finds before it adds to them, finds B + (k - 1) eps^2.
+    The optimizer counts its steps, so a period has H that were not left out. It has ``every`` = H, and names in
+    ``averaged`` the kinds of its state that are averaged, and in ``common`` those that are equal on all ranks.
     """
 
-    kinds: Sequence[str] = ()
-    """Kind of the optimizer's state that has the sums; by default that of ``adaalter``."""
-
-    def __init__(self, every: int = 1, smallest: int = 65_536, seed: int = 0, *, eps: float = 0.0) -> None:
-        """eps: of the optimizer, for squares that ranks have not summed yet; 0: they count as nothing."""
+    def __init__(self, every: int = 1, smallest: int = 65_536, seed: int = 0) -> None:
         super().__init__(every, smallest, seed)
-        self.eps = checked("eps", eps, eps >= 0, "0 or more")
-        self._squares, self._common = dict[str, Tensor](), dict[str, Tensor]()
-        self._before = dict[str, Tensor]()
+        self._more, self._count = list[Tensor](), torch.zeros(())
 
-    def follow(self, optimizer_state: Callable[[], Mapping[str, Tensor]]) -> None:
-        (kind,) = self.kinds or OPTIMIZERS["adaalter"].state
-        every = {name.partition("."): tensor for name, tensor in optimizer_state().items()}
-        self._squares = {name: tensor for (own, _, name), tensor in every.items() if own == kind}
-        self._common = {name: tensor.clone() for name, tensor in self._squares.items()}
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Tensor]) -> None:
+        (optimizer,) = optimizers
+        optimizer.every, kinds = self.every, optimizer.averaged  # type: ignore[attr-defined]
+        self._more = [tensor for name, tensor in state.items() if name.partition(".")[0] in kinds]
+        self._count = next(tensor for name, tensor in state.items() if name.startswith("step."))
+        self.common = tuple(getattr(optimizer, "common", ()))
 
-    def state(self) -> Mapping[str, Tensor]:
-        return {**super().state(), **{SQUARES + name: b for name, b in self._common.items()}}
-
-    def layouts(self) -> Mapping[str, Layout]:
-        return {**super().layouts(), **{SQUARES + name: layout for name, layout in self._held.items()}}
-
-    def _found(self, name: str) -> Tensor:
-        """Return what the optimizer finds in this step."""
-        return self._common[name] + self.step % self.every * self.eps**2
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        self._before = {name: a.clone() for name, a in self._squares.items()}
-        for name, a in self._squares.items():
-            a.copy_(self._found(name))
-
-    @torch.no_grad()
-    def settle(self, learned: bool) -> None:
-        for name, before in self._before.items():
-            self._squares[name].sub_(self._found(name)).add_(before)
-        self._before = {}
-        super().settle(learned)
+    @property
+    def met(self) -> bool:
+        return int(self._count) % self.every == 0
 
     def meet(self) -> None:
-        self.mean([*self._own.values(), *self._squares.values()])
-        self._share()
-
-    @torch.no_grad()
-    def restart(self) -> None:
-        super().restart()
-        self._share()
-
-    def _share(self) -> None:
-        for name, b in self._common.items():
-            b.copy_(self._squares[name])
+        self.mean([*self._own.values(), *self._more])
 
 
 def local_method(comm: CommConfig, seed: int) -> GradientReducer:

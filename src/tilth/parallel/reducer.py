@@ -54,6 +54,8 @@ class GradientReducer:
     apart = False
     """True: nothing sums gradients over copies (``mesh.copies``). Each rank learns from its own, times the number of
     copies, and ``settle`` brings their models together."""
+    common: Sequence[str] = ()
+    """If ranks are apart, kinds of the optimizer's state that they have alike."""
 
     def bind(
         self,
@@ -116,8 +118,8 @@ class GradientReducer:
     def settle(self, learned: bool) -> None:
         """End a step. learned: False drops what it left out, as its gradients were dropped."""
 
-    def follow(self, optimizer_state: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Give it the state of the optimizer, by kind and parameter: "exp_avg.NAME"."""
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Tensor]) -> None:
+        """Give it the optimizers of this rank and their state, by kind and parameter: "exp_avg.NAME"."""
 
     def restart(self) -> None:
         """Begin a phase with a state of zeros; a collective call."""

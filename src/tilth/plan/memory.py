@@ -108,6 +108,10 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
         new = left - FP32 * weights // 2  # until a step is settled there are residuals of before and after it
         saved_too = Item("copy of that being saved", left, host=True)
         held += [Item("left out by compression", left), Item("left out by the step under way", new), saved_too]
+    if comm.local != "none":
+        common = own * (comm.local == "cser")
+        held += [Item("model that all ranks share", common), Item("model of one rank, where others read a mean", own)]
+        held.append(Item("copy of models and state of one rank being saved", own + common + held[1].bytes, host=True))
     if on_many_machines(recipe):
         held += _relay(recipe, cut, cut.copies)
     if "noise_scale" in recipe.train.watch:

@@ -13,6 +13,7 @@ from tilth.checkpoint import Checkpoint, Group, Saver, Share, open_checkpoint, s
 from tilth.checkpoint.copies import AtRest, Copies
 from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import MemorySaver
+from tilth.checkpoint.shards import REPLICATED
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
 from tilth.core.checksum import checksum
@@ -216,12 +217,13 @@ class Learner(Stateful):
         return whole | found | whole
 
     def _by_rank(self, group: Group) -> Group:
-        """Return the optimizer's state of ranks that learn apart: [data ranks, ...], but for numbers."""
+        """Return the optimizer's state of ranks that learn apart: [data ranks, ...], but for what they have alike."""
+        common, rows = (*REPLICATED, *self._reducer.common), self._rows
         for name, layout in group.layouts.items():
-            if name not in self._rows:
-                self._rows[name] = by_rank(layout) if layout.shape else layout
-        tensors = {name: t[None] if group.layouts[name].shape else t for name, t in group.tensors.items()}
-        return group._replace(tensors=tensors, layouts={name: self._rows[name] for name in group.layouts})
+            if name.partition(".")[0] not in common and name not in rows:
+                rows[name] = by_rank(layout)
+        tensors = {name: t[None] if name in rows else t for name, t in group.tensors.items()}
+        return group._replace(tensors=tensors, layouts={**group.layouts, **rows})
 
     def averaged(self) -> AbstractContextManager[None]:
         return self._reducer.averaged()

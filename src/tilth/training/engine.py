@@ -176,7 +176,6 @@ class TrainEngine:
         learned = self.sharded.divide_updates(matrices_of(optimizer, model.table, self.sharded.layouts))
         squares = self.sharded.squares
         self.optimizers = Optimizers(learned, optimizer, model.table, self.sharded.updates or parts, squares)
-        self.sharded.gradients.reducer.follow(self.optimizers.state_tensors)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self._watches_layers = "layer_norms" in watch
@@ -196,6 +195,7 @@ class TrainEngine:
         self._compiling = compile
         self._measure = self.sharded.norm if self.sharded.updates or self.grid.mesh.count(*MODEL) > 1 else None
         self._drops = self.sharded.drops
+        self.sharded.gradients.reducer.follow(self.optimizers.made, self.optimizers.state_tensors())
         limits = limits_of(self.sharded, micro_tokens, parity=parity)
         self.limits = replace(limits, several=self.noise is not None, dropout=self._drops, offload=offload)
         self.device = self.sharded.device

@@ -195,6 +195,11 @@ class Optimizers:
             self._parts.append((made, own))
         self._materialise()
 
+    @property
+    def made(self) -> list[torch.optim.Optimizer]:
+        """Torch's optimizers."""
+        return [optimizer for optimizer, _ in self._parts]
+
     def _by_matrix(self, name: str) -> bool:
         """Return True if an optimizer that needs matrices updates a parameter."""
         return bool(matrices_of(self.section, self.table, (name,)))
