@@ -4,11 +4,12 @@
                                  [--seeds 0,1,2] [--shape quick|full]
 
 Each row trains the same model on the same bytes of text on four data ranks (backend local, gloo), two of which are a
-node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Columns:
+node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "by topic" have other problems on each
+rank, and AdaGrad or AdaAlter at one rate. Columns:
 
 - KB: that a rank sends in a step, by the tensors of its collectives (``plan.costs.wire``: rings); across: of these in
   groups with ranks of several nodes.
-- of exact: these bytes, divided by those of the exact row of the same layout.
+- of exact: these bytes, divided by those of the exact row of the same layout and optimizer.
 - loss: of held-out text after the steps, mean over the seeds, and the greatest distance of a seed from it; worse: than
   the exact row.
 - ms: median of the last steps, with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no
@@ -19,11 +20,13 @@ The figures are of this model alone; --quick: a smaller one, fewer steps and row
 """
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ from driver import benchmark_parser, write_rows
 from network_ring import TokenBucket
 from trial import JoinedRole
 
+import tilth
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.cluster.protocol import transfer
 from tilth.config.schema import CommConfig, OptimizerConfig
@@ -41,7 +45,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel import comm
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import shard
+from tilth.parallel.sharded import Zero, shard
 from tilth.parallel.two_level import reducer_of
 from tilth.plan.costs import wire
 from tilth.training.engine import TrainEngine, negative_log_likelihood
@@ -50,25 +54,67 @@ from tilth.training.packed import packed_logprobs
 RANKS, NODE = 4, 2
 SLOW = 100e6 / 8
 """Bytes a second of the slow link."""
-ROWS: dict[str, tuple[int, dict[str, Any]]] = {
-    "exact": (3, {}),
-    "onebit": (3, {"gradients": "onebit"}),
-    "onebit, both ways": (3, {"gradients": "onebit", "two_way": True}),
-    "onebit, no feedback": (3, {"gradients": "onebit", "feedback": False}),
-    "topk 1 %": (3, {"gradients": "topk"}),
-    "topk 1 %, both ways": (3, {"gradients": "topk", "two_way": True}),
-    "topk 1 %, no feedback": (3, {"gradients": "topk", "feedback": False}),
-    "randomk 1 %": (3, {"gradients": "randomk"}),
-    "dither": (3, {"gradients": "dither"}),
-    "dither, both ways": (3, {"gradients": "dither", "two_way": True}),
-    "exact, zero 1": (1, {}),
-    "differences": (1, {"weights": "difference4"}),
-    "two levels, not smoothed": (1, {"gradients": "sdp4bit", "node_size": NODE, "options": {"smooth": False}}),
-    "two levels": (1, {"gradients": "sdp4bit", "node_size": NODE}),
-    "SDP4Bit": (1, {"gradients": "sdp4bit", "weights": "difference4", "node_size": NODE}),
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. beside: the row that its figures are divided by; "": itself."""
+
+    comm: dict[str, Any] = field(default_factory=dict)
+    beside: str = ""
+    zero: int = 3
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"lr": 3e-3})
+    by_topic: bool = False
+    """Each rank has problems of other topics."""
+
+
+def cser(ratio: int, every: int) -> Row:
+    """CSER that sends 1 / ratio of the elements, half of it in each step and half in resets."""
+    options = {"changes": 2 * ratio, "models": 2 * ratio // every}
+    return Row({"local": "cser", "every": every, "options": options}, "exact")
+
+
+ADAGRAD, ADAALTER = {"name": "adagrad", "lr": 2e-2}, {"name": "adaalter", "lr": 2e-2}
+TOPICS = "AdaGrad, by topic"
+PERIODS = (2, 4, 8, 16)
+ROWS: dict[str, Row] = {
+    "exact": Row(),
+    "onebit": Row({"gradients": "onebit"}, "exact"),
+    "onebit, both ways": Row({"gradients": "onebit", "two_way": True}, "exact"),
+    "onebit, no feedback": Row({"gradients": "onebit", "feedback": False}, "exact"),
+    "topk 1 %": Row({"gradients": "topk"}, "exact"),
+    "topk 1 %, both ways": Row({"gradients": "topk", "two_way": True}, "exact"),
+    "topk 1 %, no feedback": Row({"gradients": "topk", "feedback": False}, "exact"),
+    "randomk 1 %": Row({"gradients": "randomk"}, "exact"),
+    "dither": Row({"gradients": "dither"}, "exact"),
+    "dither, both ways": Row({"gradients": "dither", "two_way": True}, "exact"),
+    "cser 8": cser(8, 4),
+    "cser 32": cser(32, 8),
+    "cser 128": cser(128, 16),
+    "cser 256": cser(256, 16),
+    "local AdamW, H = 8": Row({"local": "average", "every": 8}, "exact"),
+    "exact, zero 1": Row(zero=1),
+    "differences": Row({"weights": "difference4"}, "exact, zero 1", 1),
+    "two levels, not smoothed": Row(
+        {"gradients": "sdp4bit", "node_size": NODE, "options": {"smooth": False}}, "exact, zero 1", 1
+    ),
+    "two levels": Row({"gradients": "sdp4bit", "node_size": NODE}, "exact, zero 1", 1),
+    "SDP4Bit": Row({"gradients": "sdp4bit", "weights": "difference4", "node_size": NODE}, "exact, zero 1", 1),
+    TOPICS: Row(optimizer=ADAGRAD, by_topic=True),
+    **{
+        f"naive AdaGrad, by topic, H = {every}": Row(
+            {"local": "average", "every": every}, TOPICS, optimizer=ADAGRAD, by_topic=True
+        )
+        for every in PERIODS
+    },
+    **{
+        f"adaalter, by topic, H = {every}": Row(
+            {"local": "adaalter", "every": every}, TOPICS, optimizer=ADAALTER, by_topic=True
+        )
+        for every in (1, *PERIODS)
+    },
 }
-"""Name -> layout.zero, policy.comm."""
-QUICK = ("exact", "topk 1 %, both ways", "exact, zero 1", "SDP4Bit")
+QUICK = ("exact", "topk 1 %, both ways", "cser 8", "exact, zero 1", "SDP4Bit")
 SHAPES = {
     "full": DecoderConfig(vocab_size=256, hidden_size=192, intermediate_size=576, num_layers=6, num_heads=6),
     "quick": DecoderConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_layers=2, num_heads=2),
@@ -77,6 +123,13 @@ LENGTH, BATCH, HELD = 128, 32, 64
 """Bytes of a sequence; sequences of a step, and held out."""
 TIMED = 8
 """Steps on the slow link."""
+TOPIC = (r"\$|dollar|cent|cost|price", r"hour|minute|day|week|year", r"mile|meter|feet|inch|pound|liter")
+"""What problems of a topic have in their text; others are of a last topic."""
+
+
+@tilth.optimizer("adagrad", state=("sum",))
+def adagrad(parameters: Any, section: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=section.lr)
 
 
 class Meter:
@@ -101,27 +154,28 @@ class Trial(JoinedRole):
     """A role that trains one row."""
 
     @transfer("all", "all")
-    def run(self, shape: str, text: str, zero: int, section: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
+    def run(self, shape: str, text: str, name: str, steps: int, seed: int) -> dict[str, Any]:
         """Return this rank's measurements."""
         meter = Meter()
         comm.communication = meter  # type: ignore[assignment]
         try:
-            return self.measured(meter, SHAPES[shape], text, zero, section, steps, seed)
+            return self.measured(meter, SHAPES[shape], text, ROWS[name], steps, seed)
         finally:
             comm.communication = meter.plain
 
     def measured(
-        self, meter: Meter, config: DecoderConfig, text: str, zero: Any, section: dict[str, Any], steps: int, seed: int
+        self, meter: Meter, config: DecoderConfig, text: str, row: Row, steps: int, seed: int
     ) -> dict[str, Any]:
         """Train, then time some steps with the bucket."""
         rank = self.context.rank
         grid = ParallelDims.of(Mesh.of({"dp": RANKS}), rank)
-        reducer = reducer_of(CommConfig(**{"smallest": 1024} | section if section else {}), seed)
+        small = {} if row.comm.get("local") == "average" or not row.comm else {"smallest": 1024}
+        reducer, zero = reducer_of(CommConfig(**small | row.comm), seed), cast(Zero, row.zero)
         sharded = shard(lambda: Decoder(config), grid, zero=zero, reducer=reducer)
         sharded.init_(seed)
-        options = OptimizerConfig(lr=3e-3, warmup_steps=10, schedule="cosine")
+        options = OptimizerConfig(**row.optimizer, warmup_steps=10, schedule="cosine")
         engine = TrainEngine(sharded, options, total_steps=steps + TIMED, micro_tokens=LENGTH * BATCH, seed=seed)
-        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, steps + TIMED, rank)
+        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, steps + TIMED, rank, row.by_topic)
         took, sent, began = [], (0.0, 0.0), time.process_time()
         for number, tokens in enumerate(batches):
             if number == steps:
@@ -137,14 +191,29 @@ class Trial(JoinedRole):
         """Return the loss of the end of the text, in nats a byte."""
         codes = np.frombuffer(text.encode(), np.uint8)[-HELD * LENGTH :].astype(np.int64).reshape(HELD, LENGTH)
         tokens, mask = Jagged.of(list(codes)), np.tile(np.arange(LENGTH) > 0, HELD).astype(np.uint8)
-        return -float(packed_logprobs(sharded, tokens, mask, max_tokens=LENGTH * BATCH)[mask > 0].mean())
+        with sharded.gradients.reducer.averaged():
+            return -float(packed_logprobs(sharded, tokens, mask, max_tokens=LENGTH * BATCH)[mask > 0].mean())
 
 
-def sequences(codes: np.ndarray, seed: int, steps: int, rank: int) -> Iterator[Jagged]:
-    """Yield this rank's sequences of each step."""
-    places = stream(seed, "places").integers(0, steps * BATCH, len(codes) - (HELD + 1) * LENGTH).view(steps, BATCH)
+def sequences(codes: np.ndarray, seed: int, steps: int, rank: int, own: bool) -> Iterator[Jagged]:
+    """Yield this rank's sequences of each step. own: from its part of the text."""
+    count = len(codes) - (HELD + 1) * LENGTH
+    first, last = (rank * count // RANKS, (rank + 1) * count // RANKS) if own else (0, count)
+    places = stream(seed, "places").integers(0, steps * BATCH, last - first).view(steps, BATCH)
     for step in places[:, rank::RANKS].tolist():
-        yield Jagged.of([codes[at : at + LENGTH].astype(np.int64) for at in step])
+        yield Jagged.of([codes[first + at : first + at + LENGTH].astype(np.int64) for at in step])
+
+
+def sorted_by_topic(problems: Sequence[str]) -> str:
+    """Return the text of problems with those of a topic side by side; the end, which is held out, stays."""
+    held = len(problems)
+    while held and sum(len(one) + 1 for one in problems[held:]) < (HELD + 1) * LENGTH:
+        held -= 1
+
+    def topic(text: str) -> int:
+        return next((i for i, words in enumerate(TOPIC) if re.search(words, text)), len(TOPIC))
+
+    return "\n".join([*sorted(problems[:held], key=topic), *problems[held:]])
 
 
 def update(engine: TrainEngine, tokens: Jagged) -> None:
@@ -155,17 +224,16 @@ def update(engine: TrainEngine, tokens: Jagged) -> None:
 
 def row(shape: str, text: str, name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Measure a row."""
-    zero, section = ROWS[name]
     found = []
     with open_cluster("local", RANKS) as cluster:
         for seed in seeds:
             mesh = Mesh.of({"dp": RANKS})
             role = cluster.group(f"trial {seed}", "economy:Trial", {}, mesh=mesh)
-            found.append(role.run(shape, text, zero, section, steps, seed))
+            found.append(role.run(shape, text, name, steps, seed))
     losses = [ranks[0]["loss"] for ranks in found]
     first = found[0]
     return {
-        "row": name, "zero": zero, "steps": steps, "seeds": list(seeds), "losses": losses,
+        "row": name, "zero": ROWS[name].zero, "steps": steps, "seeds": list(seeds), "losses": losses,
         "loss": statistics.mean(losses), "spread": max(abs(one - statistics.mean(losses)) for one in losses),
         "sent": max(one["sent"] for one in first), "across": max(one["across"] for one in first),
         "seconds": max(one["seconds"] for one in first),
@@ -180,7 +248,7 @@ def line(found: dict[str, Any], exact: dict[str, Any] | None) -> str:
     code = 1e3 * (found["processor"] - base["processor"])
     figures = f"{found['sent'] / 1e3:9.1f} {found['across'] / 1e3:9.1f} {share:8.3f}"
     figures += f" {found['loss']:8.4f} {found['spread']:7.4f} {100 * worse:+7.2f} %"
-    return f"{found['row']:26} {figures} {found['seconds'] * 1e3:8.1f} {code:7.1f}"
+    return f"{found['row']:30} {figures} {found['seconds'] * 1e3:8.1f} {code:7.1f}"
 
 
 def main() -> None:
@@ -194,17 +262,19 @@ def main() -> None:
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
     lines = (options.data / "train.jsonl").read_text().splitlines()[: 500 if options.quick else None]
-    text = "\n".join(f"{one['question']}\n{one['answer']}" for one in map(json.loads, lines))
-    text = text.encode("ascii", "ignore").decode()
-    names = [name for name in ROWS if not options.quick or name in QUICK]
-    names = [name for name in names if options.only in name or not ROWS[name][1]]
+    problems = [f"{one['question']}\n{one['answer']}" for one in map(json.loads, lines)]
+    problems = [text.encode("ascii", "ignore").decode() for text in problems]
+    texts = {False: "\n".join(problems), True: sorted_by_topic(problems)}
+    wanted = [name for name in ROWS if options.only in name and (options.only or not options.quick or name in QUICK)]
+    names = [name for name in ROWS if name in {*wanted, *(ROWS[name].beside for name in wanted)}]
     seeds = [int(seed) for seed in (options.seeds or ("0" if options.quick else "0,1,2")).split(",")]
-    steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[int, Any]()
-    print(f"{'row':26}        KB    across of exact     loss  spread     worse       ms    code")
+    steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[str, Any]()
+    shape = options.shape or ("quick" if options.quick else "full")
+    print(f"{'row':30}        KB    across of exact     loss  spread     worse       ms    code")
     for name in names:
-        table.append(found := row(options.shape or ("quick" if options.quick else "full"), text, name, steps, seeds))
-        exact.setdefault(found["zero"], found)
-        print(line(found, exact[found["zero"]]), flush=True)
+        table.append(found := row(shape, texts[ROWS[name].by_topic], name, steps, seeds))
+        exact[name] = found
+        print(line(found, exact[ROWS[name].beside or name]), flush=True)
         write_rows(options.json, table)
 
 

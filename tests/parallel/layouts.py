@@ -95,9 +95,9 @@ def build(case: Case) -> Decoder:
         else CONFIG
     )
     if case.family:
-        from tests.models.tiny import decoder, shape  # imports transformers
+        from tests.models import tiny  # imports transformers
 
-        model = decoder(shape(case.family), torch.float64 if case.double else torch.float32)
+        model = tiny.decoder(tiny.shape(case.family), torch.float64 if case.double else torch.float32)
         return model.double() if case.double else model
     config = replace(
         shape, tie_embeddings=case.tied, dropout=case.dropout, num_layers=case.layers, intermediate_size=case.ffn
