@@ -53,6 +53,8 @@ ELSEWHERE = {
     "tilth run addition-grpo rollout.engine=vllm": "that environment",
     "tilth run addition-grpo run.checkpoints=s3://": "a store",
     "tilth env try 'mcp:": "a server of one's own; tests/envs/test_mcp.py has one",
+    "tilth env records openenv:": "a server of one's own; tests/envs/test_openenv.py has one",
+    "tilth env try openenv:": "that server",
     "tilth serve": "it serves until Ctrl-C; tests/serve/test_app.py has one",
     "tilth sweep": "it trains six runs; tests/cli/test_sweep.py has one",
     "tilth ui": "it serves until Ctrl-C; tests/ui/web/test_pages.py has one",

@@ -38,10 +38,10 @@ def has_tasksets() -> bool:
         return False  # its adapter says so
 
 
-def missing(kind: str, error: Exception, package: str = "") -> PluginError:
-    """Return the error of a package that cannot be imported. package: its name, where it is not that of the kind."""
+def missing(kind: str, error: Exception) -> PluginError:
+    """Return the error of a package that cannot be imported."""
     message = f"rollout.environment={kind}:NAME needs a package that cannot be imported: {error}"
-    return PluginError(f"{message}; pip install {package or kind}", key=f"environment.{kind}")
+    return PluginError(f"{message}; pip install {kind}", key=f"environment.{kind}")
 
 
 class VerifiersEnvironment(Environment, declares=False):
@@ -330,5 +330,6 @@ ADAPTERS: dict[str, type[Environment] | str] = {
     "verifiers": VerifiersEnvironment,
     "gymnasium": GymnasiumEnvironment,
     "mcp": "tilth.envs.mcp:McpEnvironment",
+    "openenv": "tilth.envs.openenv:OpenEnvironment",
 }
 """Package -> its adapter, or the name of one that is imported where it is asked for."""

@@ -68,7 +68,7 @@ class McpEnvironment(Environment, declares=False):
         try:
             one._begin()
         except Exception as error:
-            raise PluginError(f"mcp:{cls.id}: {_innermost(error)}", key="environment.mcp.server") from error
+            raise PluginError(f"mcp:{cls.id}: {error!r}", key="environment.mcp.server") from error
         finally:
             one.close()
 
@@ -111,19 +111,11 @@ class McpEnvironment(Environment, declares=False):
             command, *arguments = shlex.split(self.id)
             server = StdioServerParameters(command=command, args=arguments, **self.options)
         async with Client(server) as client:
-            found, cursor = list[Any](), None
-            while True:
-                page = await client.list_tools(cursor=cursor)
+            page = await client.list_tools()
+            found = [*page.tools]
+            while page.next_cursor:
+                page = await client.list_tools(cursor=page.next_cursor)
                 found += page.tools
-                if not (cursor := page.next_cursor):
-                    break
             listed.set_result({tool.name: McpTool(tool, client) for tool in found})
             assert self._over is not None
             await self._over.wait()
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """Return the first error of groups of errors, which libraries of tasks nest."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
