@@ -72,6 +72,13 @@ class Speaks(Plays):
             messages += [{"role": "assistant", "content": found.content}, answer(self.said[-1])]
 
 
+class Messages(Speaks):
+    """The game by Anthropic's client alone."""
+
+    def run(self, info, base_url, api_key, model):
+        return self.messages(info, base_url, api_key, model)
+
+
 class Teams(tilth.Agent):
     """Games of three turns by one client, each a conversation of its own: of the first three two begin with the same
     messages. Turn by turn, or side by side where ``info["beside"]`` says so."""

@@ -364,9 +364,11 @@ def runs(folder, name, **more):
 
 
 @pytest.mark.slow
-def test_a_run_learns_from_an_agent_what_it_learns_from_the_environment(tmp_path):
+@pytest.mark.parametrize("kind, package", [("Plays", "openai"), ("Messages", "anthropic")])
+def test_a_run_learns_from_an_agent_what_it_learns_from_the_environment(tmp_path, kind, package):
+    pytest.importorskip(package, reason=f"the client {package} is not installed")
     few = {"supervised": {"steps": 2}, "algorithm": {"steps": 2}, "run": {"eval_prompts": 4}}
-    one, other = (tiny.run(runs(tmp_path, kind, **few), reward=None, name=kind) for kind in ("Echo", "Plays"))
+    one, other = (tiny.run(runs(tmp_path, kind, **few), reward=None, name=kind) for kind in ("Echo", kind))
     assert tiny.weights(one.directory) == tiny.weights(other.directory)
 
 
