@@ -331,5 +331,6 @@ ADAPTERS: dict[str, type[Environment] | str] = {
     "gymnasium": GymnasiumEnvironment,
     "mcp": "tilth.envs.mcp:McpEnvironment",
     "openenv": "tilth.envs.openenv:OpenEnvironment",
+    "harbor": "tilth.envs.harbor:HarborEnvironment",
 }
 """Package -> its adapter, or the name of one that is imported where it is asked for."""

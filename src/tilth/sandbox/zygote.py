@@ -44,6 +44,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/work"
 FOLDERS = {WORK: "mode=777", "/tmp": "mode=1777", "/dev/shm": "mode=1777"}
 """Folders that each program may write to, and that no other one sees."""
+LINKS = ("/app", "/workspace", "/tests", "/logs")
+"""Links to folders of their names in /work, for programs that are written for a container."""
 INODES = 4096
 """Most files and folders in each of them: an empty one takes memory too."""
 MEMORY = 78
@@ -144,6 +146,9 @@ def _enter() -> None:
         kernel.mount(device, f"{root}{device}", "", kernel.MS_BIND)
     for folder in ("/proc", *FOLDERS):
         os.makedirs(f"{root}{folder}", exist_ok=True)
+    for link in LINKS:
+        if not os.path.lexists(f"{root}{link}"):
+            os.symlink(f"{WORK[1:]}{link}", f"{root}{link}")
     # A user who is not root may mount a proc only where he sees one; that of each program covers this one.
     kernel.mount("/proc", f"{root}/proc", "", kernel.MS_BIND | kernel.MS_REC)
     kernel.pivot_root(root)

@@ -1,0 +1,144 @@
+"""Task folders of Harbor (instruction.md, task.toml, environment/, tests/), run in the sandbox: ``harbor:FOLDER``."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import tarfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tilth.core.errors import PluginError
+from tilth.envs.environment import Environment, EnvironmentFault, Message, tool
+from tilth.sandbox.run import Sandbox, SandboxLimits
+
+SHELL = r"""
+import base64, io, json, os, shutil, subprocess, sys, tarfile
+given, out, found = json.load(sys.stdin), io.BytesIO(), {}
+tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member)
+for number, data in enumerate(given["files"]):
+    for name in ("tests", "logs") if number else (): shutil.rmtree(name, True)
+    tarfile.open(fileobj=io.BytesIO(base64.b64decode(data))).extractall(".")
+for name in ("app", "workspace", "logs/verifier", "logs/agent"): os.makedirs(name, exist_ok=True)
+done = subprocess.run(["/bin/bash", "-c", given["command"]], env=given["env"], cwd="/app",
+                      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
+    if given["keep"]: tar.add(".")
+for name in ("reward.json", "reward.txt"):
+    if os.path.isfile(f"logs/verifier/{name}"): found[name] = open(f"logs/verifier/{name}").read()
+kept = base64.b64encode(out.getvalue()).decode()
+print(json.dumps([done.returncode, done.stdout.decode(errors="replace"), kept, found]))
+"""
+"""Program of the sandbox: unpacks files, runs a command, packs the files again. What is unpacked second are the tests,
+in place of whatever an episode put there."""
+BUILD = r"""set -eE; trap 'echo "in: $BASH_COMMAND"' ERR
+put() { here=$PWD; to=${!#}; [[ $to == /* ]] || to=$here/$to
+  if [[ $to == */ || $to == */. ]]; then mkdir -p "$to"; else mkdir -p "$(dirname "$to")"; fi
+  cd /work/environment; while [ $# -gt 1 ]; do for one in $1; do
+    if [ -d "$one" ]; then mkdir -p "$to"; cp -r "$one/." "$to"; else cp "$one" "$to"; fi; done; shift; done
+  cd "$here"; }
+"""
+STEPS = {"COPY": "put {}", "ADD": "put {}", "RUN": "{}", "WORKDIR": "mkdir -p {0}; cd {0}", "ENV": "export {}",
+         "ARG": "export {}"}  # fmt: skip
+"""Instruction of a Dockerfile -> commands that do the same in the sandbox; the others are left out."""
+VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
+BYTES = 64 << 20
+"""Most bytes of an episode's files."""
+_sandbox = cache(Sandbox)
+
+
+def packed(folder: Path, name: str) -> str:
+    """Return a folder under a name as base64 of a tar file; an empty one if there is none."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        tar.add(folder, name) if folder.is_dir() else None
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def run(command: str, files: Sequence[str], seconds: float, *, keep: bool = True) -> tuple[int, str, str, Any]:
+    """Return exit code, output, packed files and rewards of a command; code -1 if it broke a limit, which it names."""
+    given = {"command": command, "files": files, "env": VARIABLES, "keep": keep}
+    limits = SandboxLimits(seconds, seconds, 2 << 30, 128, BYTES, 2 * BYTES)
+    found = _sandbox().run(SHELL, stdin=json.dumps(given), limits=limits)
+    return json.loads(found.stdout) if found.state == "ok" else (-1, found.limit or found.stderr[-500:], "", {})
+
+
+@cache
+def built(task: Path) -> str:
+    """Return the packed files of a task's container: its Dockerfile followed in the sandbox, without an image or a
+    network. PluginError: a line of it fails there."""
+    file = task / "environment" / "Dockerfile"
+    lines = file.read_text().replace("\\\n", " ").splitlines() if file.is_file() else []
+    words = [line.strip().partition(" ") for line in lines]
+    steps = [STEPS[word.upper()].format(rest.strip()) for word, _, rest in words if word.upper() in STEPS]
+    kept = 'cd "$PWD"; export -p > /work/.begin; printf "cd %q\\n" "$PWD" >> /work/.begin; rm -r /work/environment'
+    files, command = (
+        packed(task / "environment", "environment"),
+        "\n".join([BUILD, "mkdir -p /work/environment", *steps, kept]),
+    )
+    code, said, state, _ = run(command, [files], _limit(task, "environment", "build_timeout_sec"))
+    if code:
+        raise PluginError(
+            f"{file} cannot be followed in the sandbox: {said.strip()[-300:]}", key="environment.harbor.Dockerfile"
+        )
+    return state
+
+
+def _limit(task: Path, section: str, key: str = "timeout_sec") -> float:
+    return float(tomllib.loads((task / "task.toml").read_text()).get(section, {}).get(key, 120.0))
+
+
+class HarborEnvironment(Environment, declares=False):
+    """Asks a task's instruction; each command runs on the files that the last one left; the tests give the reward."""
+
+    id: ClassVar[str] = ""
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Check that there are tasks. PluginError."""
+        if not cls._tasks():
+            message = f"harbor:{cls.id}: no folder there has task.toml, instruction.md and tests/test.sh"
+            raise PluginError(message, key="environment.harbor.folder")
+
+    @classmethod
+    def records(cls, count: int) -> Iterator[dict[str, Any]]:
+        """Yield a record for each task."""
+        for task in cls._tasks()[: count or None]:
+            yield {"prompt": (task / "instruction.md").read_text().strip(), "task": str(task)}
+
+    @classmethod
+    def _tasks(cls) -> list[Path]:
+        found = sorted(path.parent.resolve() for path in Path(cls.id).glob("**/task.toml"))
+        return [task for task in found if (task / "instruction.md").is_file() and (task / "tests/test.sh").is_file()]
+
+    def reset(self, info: dict[str, Any]) -> Sequence[Message]:
+        """Begin with the files of the record's ``task``."""
+        self._task = Path(info["task"])
+        self._state = built(self._task)
+        return [{"role": "user", "content": info["prompt"]}]
+
+    @tool
+    def bash(self, command: str) -> str:
+        """Run a command in the folder of the task."""
+        code, said, state, _ = run(f". /work/.begin\n{command}", [self._state], _limit(self._task, "agent"))
+        self._state = state or self._state
+        return said if code == 0 else f"{said}\nexit code {code}" if code > 0 else f"error: {said}; nothing was kept"
+
+    def reward(self) -> dict[str, float]:
+        """Return what the tests write to /logs/verifier. EnvironmentFault: they write nothing of the kind."""
+        tests = packed(self._task / "tests", "tests")
+        code, said, _, found = run(
+            ". /work/.begin\nbash /tests/test.sh", [self._state, tests], _limit(self._task, "verifier"), keep=False
+        )
+        try:
+            parts = json.loads(found["reward.json"]) if "reward.json" in found else {"reward": found["reward.txt"]}
+            return {name: float(value) for name, value in parts.items()} | {"reward": float(parts["reward"])}
+        except (KeyError, ValueError, TypeError, AttributeError):
+            message = (
+                f"{self._task.name}: tests/test.sh (exit code {code}) left no reward in /logs/verifier: {said[-300:]}"
+            )
+            raise EnvironmentFault(message, key="environment.harbor.reward") from None

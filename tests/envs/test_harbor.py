@@ -1,0 +1,152 @@
+"""Task folders of Harbor, in its own format: built, worked on and judged in the sandbox."""
+
+import json
+
+import pytest
+
+from tests.errors import raises
+from tilth.core.errors import PluginError
+from tilth.envs.adapters import adapted
+from tilth.envs.environment import EnvironmentFault
+from tilth.envs.harbor import built
+from tilth.sandbox.kernel import SandboxError
+from tilth.sandbox.run import Sandbox
+
+CONFIG = """schema_version = "1.1"
+
+[task]
+name = "tilth/reverse"
+description = "Reverse the lines of a file"
+authors = [{ name = "A. Nonymous", email = "a@example.com" }]
+keywords = ["trivial"]
+
+[metadata]
+difficulty = "easy"
+
+[verifier]
+timeout_sec = 60.0
+
+[agent]
+timeout_sec = 60.0
+
+[environment]
+build_timeout_sec = 60.0
+cpus = 1
+memory_mb = 2048
+"""
+DOCKERFILE = """FROM ubuntu:24.04
+WORKDIR /app
+COPY data/ ./data
+COPY notes.txt /app/
+ENV GREETING="hello there"
+RUN mkdir -p out && \\
+    echo ready > out/state
+CMD ["bash"]
+"""
+TEST = """#!/bin/bash
+if diff -q /app/out/reversed.txt /tests/expected.txt; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_sandbox():
+    try:
+        Sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def make(folder, dockerfile=DOCKERFILE, test=TEST):
+    task = folder / "reverse"
+    for name in ("environment/data", "tests", "solution"):
+        (task / name).mkdir(parents=True)
+    (task / "task.toml").write_text(CONFIG)
+    (task / "instruction.md").write_text(
+        "# Reverse\n\nWrite the lines of `data/in.txt` in reverse to `out/reversed.txt`.\n"
+    )
+    (task / "environment/Dockerfile").write_text(dockerfile)
+    (task / "environment/data/in.txt").write_text("a\nb\nc\n")
+    (task / "environment/notes.txt").write_text("none")
+    (task / "tests/test.sh").write_text(test)
+    (task / "tests/expected.txt").write_text("c\nb\na\n")
+    (task / "solution/solve.sh").write_text("#!/bin/bash\ntac /app/data/in.txt > /app/out/reversed.txt\n")
+    return task
+
+
+def episode(folder):
+    kind = adapted("harbor", str(folder))
+    kind.prepare()
+    (record,) = kind.records(0)
+    made = kind()
+    return made, made.reset(json.loads(json.dumps(record)))
+
+
+def call(made, command):
+    (said,), over = made.step(
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
+    )
+    assert not over
+    return said["content"]
+
+
+def test_commands_work_on_the_files_that_the_last_one_left_and_the_tests_judge_them(tmp_path):
+    task = make(tmp_path)
+    made, (asked,) = episode(tmp_path)
+    assert asked["content"].startswith("# Reverse") and list(made.tools()) == ["bash"]
+    seen = call(made, 'pwd; ls; cat out/state; echo "$GREETING"').split()
+    assert seen == ["/app", "data", "notes.txt", "out", "ready", "hello", "there"]
+    assert "exit code 1" in call(made, "cat /tests/expected.txt")
+    assert "exit code 3" in call(made, "exit 3")
+    assert made.reward() == {"reward": 0.0}
+    call(made, (task / "solution/solve.sh").read_text())
+    assert made.reward() == {"reward": 1.0}
+    assert made.step({"role": "assistant", "content": "done"})[1]
+
+
+def test_another_episode_sees_nothing_of_it_and_tests_that_were_written_by_one_are_replaced(tmp_path):
+    make(tmp_path)
+    made, _ = episode(tmp_path)
+    call(
+        made,
+        "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 'exit 0' > /tests/test.sh; touch x",
+    )
+    assert made.reward() == {"reward": 0.0}
+    other, _ = episode(tmp_path)
+    assert "x" not in call(other, "ls").split()
+
+
+def test_a_reward_of_several_parts(tmp_path):
+    test = 'echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json'
+    make(tmp_path, test=test)
+    assert episode(tmp_path)[0].reward() == {"reward": 0.5, "style": 1.0}
+
+
+@pytest.mark.parametrize("test", ["exit 1", "echo nan? > /logs/verifier/reward.txt"])
+def test_tests_without_a_reward_are_a_missing_one(tmp_path, test):
+    make(tmp_path, test=test)
+    with raises(EnvironmentFault, "environment.harbor.reward"):
+        episode(tmp_path)[0].reward()
+
+
+@pytest.mark.parametrize("line", ["RUN apt-get install -y nothing-of-the-kind", "COPY missing.txt .", "WORKDIR /srv/x"])
+def test_a_dockerfile_that_needs_an_image_is_named_with_its_line(tmp_path, line):
+    task = make(tmp_path, f"FROM ubuntu:24.04\n{line}\n")
+    with raises(PluginError, "environment.harbor.Dockerfile") as caught:
+        built(task)
+    assert str(task) in str(caught.value) and line.split()[-1] in str(caught.value)
+
+
+def test_a_folder_without_tasks_ends_before_the_run(tmp_path):
+    with raises(PluginError, "environment.harbor.folder"):
+        adapted("harbor", str(tmp_path)).prepare()
+
+
+def test_a_command_beyond_its_limit_keeps_the_files_as_they_were(tmp_path):
+    task = make(tmp_path)
+    (task / "task.toml").write_text(CONFIG.replace("[agent]\ntimeout_sec = 60.0", "[agent]\ntimeout_sec = 1.0"))
+    made, _ = episode(tmp_path)
+    assert "nothing was kept" in call(made, "touch x; sleep 5") and "x" not in call(made, "ls").split()
