@@ -214,3 +214,12 @@ def test_what_the_search_cannot_do_is_named():
     big = ["model.hidden=8192", "model.layers=80", "model.heads=64"]
     text = refused("addition-grpo", *SMALL, *big, "--search", "--devices", "2", "--device-type", "h100")
     assert "does not fit on 2 devices of type h100" in text
+
+
+def test_predictions_are_checked_against_published_step_times():
+    """Rich output has the rows that the plain data have."""
+    found = as_json("sft", "--check-against", "published")
+    text = printed("sft", "--check-against", "published")
+    assert f"median error: {found['median_error']:.1%} of {len(found['rows'])} rows" in text and "3.74%" in text
+    assert all(f"{100 * row['error']:+.0f} %" in text for row in found["rows"])
+    assert "use published" in refused("sft", "--check-against", "mine")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tilth.cli.main import LayoutCommand
 from tilth.cli.mapping import show as show_mapping
+from tilth.cli.published import show as show_published
 from tilth.cli.tables import WIDTH, new_table
 from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
@@ -51,13 +52,16 @@ class Plan:
 
 
 def show(options: LayoutCommand) -> None:
-    """Print the plan, or with --search the mapping that the search finds."""
+    """Print the plan; with --search the mapping that the search finds, with --check-against errors of predictions."""
     recipe, as_json = load_named(options.name, options.overrides or ()), options.as_json
     devices, device_type = options.devices, options.device_type
     if not options.search and (devices is not None or device_type != HERE):
         option = f"--devices {devices}" if devices is not None else f"--device-type {device_type}"
         message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
         raise RecipeError(message, key="--search")
+    if options.check_against is not None:
+        show_published(recipe, options.check_against, as_json=as_json)
+        return
     if options.search:
         show_mapping(recipe, device_type, devices or recipe.cluster.workers, as_json=as_json)
         return

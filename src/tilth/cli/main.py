@@ -144,6 +144,7 @@ class LayoutCommand(NamedTuple):
     Nothing is started. As in: tilth layout addition-grpo cluster.backend=local cluster.workers=4
 
     --search chooses the placement instead: tilth layout RECIPE --search --devices 128 --device-type h100
+    --check-against published puts predicted step times of other systems' jobs beside those that they publish.
     """
 
     name: RecipeArgument
@@ -153,6 +154,7 @@ class LayoutCommand(NamedTuple):
     device_type: Annotated[
         str, Option(metavar="TYPE", help="with --search: a100-80g, h100, ..., a file TYPE.toml, or this machine: here")
     ] = "here"
+    check_against: Annotated[str | None, Option(metavar="published", help="how far predictions are from them")] = None
     as_json: JsonOption = False
 
 

@@ -428,7 +428,7 @@ def passes(
 ) -> dict[str, StageTime]:
     """Return the times of updates and of scoring of a role whose model a layout divides. talks: traffic of a step."""
     did, mesh, spec = work(recipe, role, placed.data_ranks, given.longest), placed.mesh, ROLES[role]
-    layout, again = spec.placed_by(recipe).layout, bool(recipe.train.checkpointing)
+    layout, again = spec.placed_by(recipe).layout, recipe.train.checkpointing is True  # "selective" keeps products
     share = share_of(given, recipe, role, placed, shape)
     values = spec.values or recipe.flow_spec.value
     one = token_flops(shape, (given.longest + 1) / 2, not values)
