@@ -228,7 +228,7 @@ def _parity(recipe: Recipe) -> Refusals:
         return
     if t.device.startswith("cuda"):
         yield "train.parity.device", f"holds on a CPU only; train.device is {t.device!r}"
-    for name, on in (("train.compile", t.compile), ("rollout.compile", recipe.rollout.compile)):
+    for name, on in (("train.compile", t.compile is True), ("rollout.compile", recipe.rollout.compile)):
         if on:
             yield name, f"contradicts train.parity = true, which needs eager kernels; set {name} = false"
     if recipe.balance == "cost":
@@ -323,7 +323,7 @@ def _adapter_dropout(recipe: Recipe, key: str, dropout: float) -> Refusals:
     why = {
         "only supervised steps have dropout, and there are none": not supervised or key != "policy.lora",
         "train.parity compares weights with the adapters merged in, which have none": recipe.train.parity,
-        "train.compile would compile every step anew": recipe.train.compile,
+        "train.compile would compile every step anew": recipe.train.compile is True,
         "policy.layout.sp divides tokens between layers": recipe.policy.layout.sp,
     }
     for reason in (reason for reason, wrong in why.items() if wrong):
@@ -649,7 +649,7 @@ def _stages(recipe: Recipe, name: str, layout: LayoutConfig) -> Refusals:
     key, schedule = f"{name}.pp_schedule", layout.pp_schedule
     if layout.pp == 1 and schedule != LayoutConfig().pp_schedule:
         yield key, f"orders the stages of {name}.pp, which is 1; set pp to 2 or more, or leave it out"
-    if schedule == "zero-bubble" and recipe.train.compile:
+    if schedule == "zero-bubble" and recipe.train.compile is True:
         why = "needs train.compile = false: it splits the backward pass; or use 1f1b or interleaved"
         yield f"{key}.compile", why
 

@@ -522,7 +522,10 @@ class TrainConfig(Section):
         description="on a GPU: share of the rows of the layers' activations that moves to host memory until the "
         "backward pass; auto: of a sequence longer than micro_tokens, what exceeds the memory of that many tokens",
     )
-    compile: bool = Field(False, description="torch.compile the training forward and backward")
+    compile: Literal[False, True, "auto"] = Field(
+        False,
+        description="torch.compile the training forward and backward; auto: if the run's steps save more than it takes",
+    )
     routing: Literal["own", "compare", "replay"] = Field(
         "compare",
         description="experts of the policy's tokens: its router's own choice; compare: and count how many differ from "

@@ -39,6 +39,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools, load_environment
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Split
+from tilth.launch.compilation import choose
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hub import fetched
@@ -119,13 +120,15 @@ def build(
     cluster: Cluster,
     earlier: Path | None = None,
     warn: Callable[[str], None] = lambda text: None,
+    compiled: bool | None = None,
 ) -> RunParts:
     """Check data, tokenizer, shape and memory, then make the roles on the workers.
 
     Raises the errors of the data and of all checks, and ``PlanError`` for a sequence longer than its ranks hold.
 
     pool: None if nothing is generated. earlier: model folder of the run to resume, with its tokenizer. warn: called
-    before anything is allocated if memory may run out.
+    before anything is allocated if memory may run out. compiled: what the run to resume has decided of
+    ``train.compile = "auto"``.
     """
     loaded = load_beginning(recipe) if recipe.model.path else None
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
@@ -163,6 +166,10 @@ def build(
     for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
         warn(text)
     recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(data.train)))
+    if recipe.train.compile == "auto":
+        choice = choose(resolved(recipe), config, plan, compiled)
+        recipe = recipe.replaced("train", compile=choice.compiled)
+        data.notes.append(f"train.compile = auto: {choice.why}")
     _check_mixture(recipe, data.train)
     places = place(recipe, generates=generates)
     for units in (placed.mesh.units for placed in places.values()):

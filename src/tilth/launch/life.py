@@ -48,6 +48,7 @@ from tilth.guard.snapshots import Snapshots
 from tilth.launch.balance_costs import CostFits
 from tilth.launch.build import Dataset, RunParts, build
 from tilth.launch.checks import check_algorithm, in_scripts, replaced, unused
+from tilth.launch.compilation import KEY, CompileCost
 from tilth.launch.health import RunHealth
 from tilth.launch.hot_update import HotUpdates, leave_for_updated
 from tilth.launch.loader_plans import LoaderPlans
@@ -65,7 +66,7 @@ from tilth.runs.identity import Identity, find, passed_over
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import all_lost, foreign, identity
 from tilth.runs.models import MODEL_FOLDER, save_shape
-from tilth.runs.readers import checkpoints_of
+from tilth.runs.readers import checkpoints_of, read_state
 from tilth.runs.signals import HandOver, Interrupted, StopRequest
 from tilth.runs.state import VALUES, WARMUP
 from tilth.runs.trust import remember
@@ -147,7 +148,7 @@ def launch(
         notify(callbacks, "on_message", text)
 
     with _alone(), _add_hints(), machine(recipe), _cluster(recipe, handed) as cluster:
-        parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
+        parts = build(recipe, material, pool, cluster, _earlier(who, name), warn, _compiled(replay or find(who, name)))
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(count_seen(recipe, parts.heldout))
         parts.notes.extend(passed_over(who, name))
@@ -160,7 +161,7 @@ def launch(
                 handed.enter(directory.path)
             for text in warned:
                 directory.log(text)
-            directory.update(data=data)
+            directory.update(data=data, **({KEY: parts.recipe.train.compile} if recipe.train.compile == "auto" else {}))
             run = _train(parts, cluster, directory, callbacks, fallback=fallback, handed=handed)
             finished()
             directory.end("finished")
@@ -200,7 +201,8 @@ def _train(
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
         updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins, cluster.has_room)
         plans = [LoaderPlans(parts)] if parts.recipe.data.loaders else []
-        watches = [health, survival, CostFits(parts, cluster), *plans, *callbacks, profiling]
+        compiling = CompileCost(parts.recipe, parts.config, parts.roles.policy)
+        watches = [health, survival, CostFits(parts, cluster), compiling, *plans, *callbacks, profiling]
         make = partial(_run, parts, cluster, directory, watches, stop, say, survival.snapshots, updates)
         life = LifeOfRun(make, survival, profiling, updates, handed)
         return life.live(fallback=fallback)
@@ -436,6 +438,11 @@ def _earlier(who: Identity, name: str) -> Path | None:
     """Return the model folder of the run to resume; None if it has no checkpoint, so that the folder may be partial."""
     folder = find(who, name)
     return folder / MODEL_FOLDER if folder and latest(checkpoints_of(folder)) else None
+
+
+def _compiled(run: Path | None) -> bool | None:
+    """Return what the run to resume or to repeat has decided of ``train.compile = "auto"``; None if there is none."""
+    return read_state(run).get(KEY) if run else None
 
 
 def _cluster(recipe: Recipe, handed: Inherited | None) -> Cluster:

@@ -375,7 +375,7 @@ def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig
         total_steps=recipe.algorithm.steps,
         micro_tokens=1 if recipe.data.packing == "none" else t.micro_tokens,  # a longer row is alone
         parity=t.parity,
-        compile=t.compile,
+        compile=t.compile is True,  # "auto" is decided where a run begins
         on_nan=recipe.guard.on_nan,
         seed=recipe.seed,
         experts=ExpertOptions(t.router_balance, t.router_z, t.router_correction, t.routing == "replay"),

@@ -1,0 +1,129 @@
+"""``train.compile = "auto"``: compile the training passes where a run is long enough to earn it.
+
+A run knows its steps, and what compiling costs: as an earlier run of this model and machine has measured it
+(RUNS/.cache), else ``COLD``. It decides once, before its first step; run.json has the decision, which every resume
+follows, since compiled passes round otherwise.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tilth.config.checks import learners
+from tilth.config.schema import Recipe
+from tilth.core.errors import StorageError
+from tilth.core.files import make_folder, writing
+from tilth.data.cache import CACHE
+from tilth.flows.callbacks import Callback, RunView
+from tilth.models.config import DecoderConfig
+from tilth.plan.devices import DEVICES
+from tilth.plan.steps import RunPlan
+from tilth.runs.environment import environment
+from tilth.runs.files import to_json
+from tilth.training.rate import measured_flops
+
+COLD = 55.0
+"""Seconds that compiling takes where nothing is known of it (docs/benchmarks.md: 13 to 55 on a CPU)."""
+SAVED = 0.1
+"""Share of the seconds of training that compiled passes save: the median of six measured ratios is 1.11."""
+KEY = "compile"
+"""Field of run.json: True or False, once a run has decided."""
+
+
+class Choice(NamedTuple):
+    """What a run does, and a line that says why."""
+
+    compiled: bool
+    why: str
+
+
+def choose(recipe: Recipe, config: DecoderConfig, plan: RunPlan, known: bool | None) -> Choice:
+    """Decide for a run whose device is resolved. known: what the run has decided before, if it goes on."""
+    if known is not None:
+        return Choice(known, f"{_does(known)}, as this run began")
+    if reason := _impossible(recipe):
+        return Choice(False, f"eager: {reason}")
+    seconds, cost = training_seconds(recipe, plan), measured_seconds(recipe, config)
+    saved, source = SAVED * seconds, "measured" if cost is not None else "at most"
+    cost = COLD if cost is None else cost
+    pays = saved > cost
+    gain = f"about {saved:.3g} of {seconds:.3g} s of training to save"
+    return Choice(pays, f"{_does(pays)}: {gain}, compiling takes {cost:.3g} s ({source})")
+
+
+def _does(compiled: bool) -> str:
+    return "compiled" if compiled else "eager"
+
+
+def _impossible(recipe: Recipe) -> str:
+    """Return why passes are not compiled, whatever it would bring; "" if they can be."""
+    if recipe.train.device.startswith("cuda"):
+        return "what compiling costs and saves was never measured on a GPU; set it to true to try"
+    if recipe.train.parity:
+        return "train.parity needs eager kernels"
+    if any(layout.pp_schedule == "zero-bubble" for layout in learners(recipe).values()):
+        return "zero-bubble splits the backward pass"
+    if recipe.policy.lora.dropout:
+        return "dropout of adapters would compile every step anew"
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None and shutil.which("clang++") is None:
+        return f"there is no C++ compiler ({compiler})"
+    return ""
+
+
+def training_seconds(recipe: Recipe, plan: RunPlan) -> float:
+    """Return the seconds of a run's eager training passes on a CPU: its FLOPs on all workers at the measured rate of
+    products, of which layers reach a share."""
+    dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+    rate = DEVICES["cpu"].attained * measured_flops(torch.device("cpu"), dtype)
+    return plan.flops / (rate * len(plan.workers))
+
+
+def cached(recipe: Recipe, config: DecoderConfig) -> Path:
+    """Return the file of what compiling took for such a model on this machine."""
+    machine = environment()
+    known = {
+        "model": asdict(config),
+        "train": [recipe.train.precision, recipe.train.checkpointing, recipe.train.threads],
+        "machine": [machine[name] for name in ("cpu", "cores", "accelerator", "packages")],
+    }
+    digest = hashlib.blake2b(to_json(known).encode(), digest_size=8).hexdigest()
+    return Path(recipe.run.dir) / CACHE / f"compile-{digest}.json"
+
+
+def measured_seconds(recipe: Recipe, config: DecoderConfig) -> float | None:
+    """Return what compiling took in the newest run that did; None if none has, or its record is damaged."""
+    try:
+        seconds = json.loads(cached(recipe, config).read_text(encoding="utf-8"))["seconds"]
+        return float(seconds) if seconds > 0 else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class CompileCost(Callback):
+    """Records what compiling took, for the decisions of later runs."""
+
+    def __init__(self, recipe: Recipe, config: DecoderConfig, policy: Any) -> None:
+        """recipe: of this run, with the decision."""
+        self._recipe, self._config, self._policy, self._done = recipe, config, policy, not recipe.train.compile
+
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Write it once, after the first step that this process has seen."""
+        if self._done:
+            return
+        self._done = True
+        path, seconds = cached(self._recipe, self._config), self._policy.compile_seconds()
+        if not seconds:
+            return
+        try:
+            with writing(path):
+                make_folder(path.parent)
+                path.write_text(to_json({"seconds": seconds}), encoding="utf-8")
+        except StorageError as trouble:
+            run.say(f"the next run does not know what compiling took: {trouble}")
