@@ -15,7 +15,7 @@ from tests.flows.tiny import Recorder, numbers, recipe, run, same, stand_in, wei
 from tilth.analysis.events import load, profiled
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError, PluginError
-from tilth.core.lines import read_lines
+from tilth.core.lines import Lines, read_lines
 from tilth.launch import profiling
 from tilth.launch.profiling import (
     FOLDER,
@@ -333,7 +333,7 @@ def test_who_waits_is_told_both_lines_in_order_and_nothing_of_others(going, monk
         {"id": "other", "state": "failed"},
         {"id": request.id, "state": "done"},
     ]
-    log = profiling.Lines(going.path / FOLDER / LOG)
+    log = Lines(going.path / FOLDER / LOG)
 
     def write():
         for line in lines:

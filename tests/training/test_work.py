@@ -151,3 +151,10 @@ def test_a_link_is_measured_in_its_slower_direction(monkeypatch):
     seconds = iter([0.5, 0.25])
     monkeypatch.setattr(rate, "_least_seconds", lambda work, device: next(seconds))
     assert rate.host_bandwidth(torch.device("cpu")) == (1 << 20) / 0.5
+
+
+def test_a_copy_in_memory_reads_and_writes(monkeypatch):
+    monkeypatch.setattr(rate, "COPIED", 1 << 20)
+    assert 1e7 < rate.memory_bandwidth(torch.device("cpu")) < 1e13
+    monkeypatch.setattr(rate, "_least_seconds", lambda work, device: 0.5)
+    assert rate.memory_bandwidth(torch.device("cpu")) == 2 * (1 << 21) / 0.5

@@ -6,6 +6,7 @@ it is renamed, and its folder after. All durable renames of the package are here
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,19 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
         make_folder(path.parent)
     path.mkdir(exist_ok=exist_ok)
     sync(path.parent)
+
+
+def create(path: Path, data: bytes) -> bool:
+    """Make a file in one piece; return False if there is one, which stays. OSError."""
+    whole = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    whole.write_bytes(data)
+    try:
+        os.link(whole, path)
+    except FileExistsError:
+        return False
+    finally:
+        whole.unlink(missing_ok=True)
+    return True
 
 
 @contextmanager

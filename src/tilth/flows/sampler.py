@@ -21,7 +21,7 @@ from tilth.flows.reward_shaping import Keep, check_parts, check_turn_rewards, fi
 from tilth.flows.roles import Roles
 from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import CARRIED, OUTCOME
+from tilth.roles.experience import CARRIED, OUTCOME, samples_of
 from tilth.roles.judge import GRADE
 from tilth.roles.rollout import Ended, ask
 from tilth.runs.journal import Journal
@@ -259,7 +259,7 @@ class Sampler:
         assert roles.judge is not None
         alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
         self.progress.at("grading")
-        known = roles.judge.settle(list(zip(batch["id"].tolist(), batch["identity"].tolist())))
+        known = roles.judge.settle(samples_of(batch))
         found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=known)
         columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
         failures = roles.judge.failures()

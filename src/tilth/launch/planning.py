@@ -35,7 +35,7 @@ from tilth.plan.memory import DRAFTER
 from tilth.plan.search import SearchInput, SearchResult, find_mapping
 from tilth.plan.shape import DecoderShape
 from tilth.runs.models import LoadedModel, choose_tokenizer, load_drafter, load_model, load_of_role
-from tilth.training.rate import measured_flops
+from tilth.training.rate import measured_flops, memory_bandwidth
 
 MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
 SAMPLED = 2048
@@ -206,7 +206,7 @@ def chosen_device(name: str, recipe: Recipe, devices: int) -> DeviceType:
     base = published(recipe, devices)
     peak = measured_flops(device, torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32)
     kinds = dict.fromkeys(base.flops, peak)
-    rate = _copy_rate(device)
+    rate = memory_bandwidth(device)
     measured, links = "matrix products and copies", dict[str, Any]()
     if not base.gpu:
         measured = "matrix products, copies and gloo"
@@ -235,15 +235,3 @@ def _gloo_seconds(elements: int, repeats: int) -> float:
 
     with ThreadPoolExecutor(2) as pool:
         return max(pool.map(rank, (0, 1)))
-
-
-def _copy_rate(device: torch.device) -> float:
-    """Measure bytes/s of reading and writing memory: the best of a few copies."""
-    source = torch.ones(1 << 25, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(4):
-        started = time.perf_counter()
-        target.copy_(source)
-        float(target[-1])  # waits for the device
-        seconds.append(time.perf_counter() - started)
-    return 2.0 * source.nbytes / min(seconds[1:])

@@ -13,7 +13,6 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from tilth.cluster.controller.cluster import Cluster
 from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
-from tilth.core.files import writing
-from tilth.core.lines import Lines, read_lines
+from tilth.core.files import create, writing
+from tilth.core.lines import read_lines
 from tilth.flows.callbacks import Callback, RunView, Say
-from tilth.runs.files import to_json
+from tilth.runs.files import append_line
 from tilth.runs.readers import read_state
 from tilth.runs.signals import StopRequest
 from tilth.runs.trust import load_recipe_of
@@ -182,8 +181,7 @@ class Profiling(Callback):
         try:
             with writing(path):
                 self._folder.mkdir(exist_ok=True)
-                with closing(Lines(path)) as log:
-                    log.append(to_json(line))
+                append_line(path, line)
         except StorageError as error:
             self._say(str(error))
 
@@ -220,18 +218,10 @@ def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Pr
     request = ProfileRequest(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory, attempt)
     request.check(load_recipe_of(run))
     folder = run / FOLDER
-    mine = folder / f".{request.id}.json"
     with writing(folder):
         folder.mkdir(exist_ok=True)
-        try:
-            mine.write_text(json.dumps(asdict(request)), encoding="utf-8")
-            os.link(mine, folder / REQUEST)  # atomic, and never replaces another request
-        except FileExistsError:
-            raise DataError(
-                f"{run} is asked for another capture already; ask again when that has begun", key=REQUEST
-            ) from None
-        finally:
-            mine.unlink(missing_ok=True)
+        if not create(folder / REQUEST, json.dumps(asdict(request)).encode()):
+            raise DataError(f"{run} is asked for another capture already; ask again when that has begun", key=REQUEST)
     return request
 
 

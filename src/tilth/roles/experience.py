@@ -160,6 +160,11 @@ def is_right(batch: Batch) -> np.ndarray:
     return outcome(batch) >= 1
 
 
+def samples_of(batch: Batch) -> list[tuple[int, int]]:
+    """Return (trajectory, checksum of its ids) of each row."""
+    return list(zip(batch["id"].tolist(), batch["identity"].tolist()))
+
+
 def identity(tokens: np.ndarray) -> int:
     """Return the CRC-32 of token ids as int64."""
     return zlib.crc32(np.ascontiguousarray(tokens, np.int64).tobytes())

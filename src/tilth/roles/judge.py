@@ -20,7 +20,7 @@ from tilth.engines.rounds import EngineRounds
 from tilth.rewards.functions import LARGEST
 from tilth.rewards.judging import grade, grading, question, steps, verdict
 from tilth.rewards.process_pool import Item, Outcome
-from tilth.roles.experience import OUTCOME, texts
+from tilth.roles.experience import OUTCOME, samples_of, texts
 from tilth.roles.rollout import LIMITS, Ended
 from tilth.trace.spans import span
 
@@ -68,8 +68,8 @@ class JudgeWorker:
         columns = batch.read(self.store, "text", "prompt_text", "answer")
         solutions, prompts, answers = (texts(column) for column in columns.values())
         written = [steps(text) for text in solutions]
-        asked = [self._ask(int(i), p, a, s) for i, p, a, s in zip(batch["id"], prompts, answers, written)]
-        replies = self._replies([request for request in asked if request is not None])
+        asked = [(int(i), question(p, a, s)) for i, p, a, s in zip(batch["id"], prompts, answers, written) if s]
+        replies = self._replies(self._requests(asked))
         found = [verdict(replies.get(i, ""), len(s)) for i, s in zip(batch["id"].tolist(), written)]
         rows = {VERDICT: np.array([np.nan if v is None else v for v in found], np.float32)}
         rows[JUDGED_BY] = np.full(len(batch), self.engine.version, np.int64)
@@ -128,7 +128,7 @@ class JudgeWorker:
         columns = batch.read(self.store, "text", "prompt_text", "answer")
         completions, prompts, answers = (texts(column) for column in columns.values())
         found = dict(known or {})
-        samples = list(zip(batch["id"].tolist(), batch["identity"].tolist()))
+        samples = samples_of(batch)
         rest = [
             (sample, (sample[0], prompt, completion, {"answer": answer}))
             for sample, prompt, answer, completion in zip(samples, prompts, answers, completions)
@@ -150,11 +150,9 @@ class JudgeWorker:
 
     def _questions(self, items: Sequence[Item]) -> list[Request]:
         """Return the requests of those of these answers that the judge can read."""
-        asked = []
-        for i, prompt, completion, info in items:
-            text = grading(self.section.rubric, prompt, str(info.get("answer", "")), completion)
-            asked.append(self._request(cast(int, i), text))
-        return [request for request in asked if request is not None]
+        rubric = self.section.rubric
+        asked = [(i, grading(rubric, prompt, str(info.get("answer", "")), text)) for i, prompt, text, info in items]
+        return self._requests(cast(list[tuple[int, str]], asked))
 
     def _replies(self, requests: Sequence[Request]) -> dict[int, str]:
         """Return the texts of replies by the ids of their requests."""
@@ -174,9 +172,9 @@ class JudgeWorker:
         """Return reason and status of the answers of the last ``grade`` without a score, by trajectory id."""
         return self._failures
 
-    def _ask(self, id: int, prompt: str, answer: str, written: list[str]) -> Request | None:
-        """Return the question about one solution; None if the judge cannot be asked about it."""
-        return self._request(id, question(prompt, answer, written)) if written else None
+    def _requests(self, asked: Iterable[tuple[int, str]]) -> list[Request]:
+        """Return the requests of those of these prompts, by id, that the judge can read."""
+        return [request for id, text in asked if (request := self._request(id, text)) is not None]
 
     def _request(self, id: int, text: str) -> Request | None:
         """Return the request of a prompt; None if the judge cannot read it."""

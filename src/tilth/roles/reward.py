@@ -11,7 +11,7 @@ from tilth.core.batch import Batch, Store
 from tilth.data.prompts import PromptSet
 from tilth.rewards.ahead import ScoringAhead
 from tilth.rewards.process_pool import Outcome, RewardPool
-from tilth.roles.experience import OUTCOME, texts
+from tilth.roles.experience import OUTCOME, samples_of, texts
 from tilth.trace.spans import span
 
 
@@ -59,8 +59,8 @@ class RewardWorker:
             (int(i), prompt.text, completion, prompt.info)
             for i, prompt, completion in zip(batch["id"], asked, completions)
         ]
-        with span("score", tokens=int(batch["completion"].sum())), self._ahead.taking(_samples(batch)) as ahead:
-            found = {i: ahead[i, checksum] for i, checksum in _samples(batch) if (i, checksum) in ahead}
+        with span("score", tokens=int(batch["completion"].sum())), self._ahead.taking(samples_of(batch)) as ahead:
+            found = {i: ahead[i, checksum] for i, checksum in samples_of(batch) if (i, checksum) in ahead}
             journaled = found | {i: Outcome(**o) for i, o in (known or {}).items()}
             self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
         values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
@@ -80,8 +80,3 @@ class RewardWorker:
     def failures(self) -> dict[int, dict[str, Any]]:
         """Return outcomes without a value of the last call, by trajectory id: for the journal and the counts."""
         return {i: asdict(o) for i, o in self.outcomes.items() if o.value is None}
-
-
-def _samples(batch: Batch) -> list[tuple[int, int]]:
-    """Return (trajectory, checksum of its ids) of each row."""
-    return list(zip(batch["id"].tolist(), batch["identity"].tolist()))

@@ -4,7 +4,6 @@ costs.jsonl   one line for each change: the first step that follows it, where th
 offload.json  rates by which train.offload = auto decides on how many ranks a row is
 """
 
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from tilth.core.errors import DataError
 from tilth.core.files import atomic_write
-from tilth.core.lines import Lines, read_lines
+from tilth.core.lines import read_lines
 from tilth.plan.costs import Costs, as_dict, parse_costs
 from tilth.plan.offload import HostRates
-from tilth.runs.files import to_json
+from tilth.runs.files import append_line, to_json
 
 COSTS = "costs.jsonl"
 OFFLOAD = "offload.json"
@@ -32,8 +31,7 @@ class CostFit(NamedTuple):
 def record_costs(run: Path, fit: CostFit) -> None:
     """Add costs durably, before a step follows them. StorageError."""
     line = {"step": fit.step, "source": fit.source, "costs": as_dict(fit.costs)}
-    with closing(Lines(run / COSTS)) as file:
-        file.append(to_json(line), sync=True)
+    append_line(run / COSTS, line, sync=True)
 
 
 def read_costs(run: Path) -> list[CostFit]:

@@ -16,7 +16,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +35,7 @@ from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.rollout import prefixes
 from tilth.runs.environment import environment
 from tilth.runs.events import EVENTS, OBSERVATIONS, AsyncLog, RunReplay
-from tilth.runs.files import Lock, to_json
+from tilth.runs.files import Lock, append_line, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import resident, schema
@@ -295,8 +294,8 @@ class RunDir:
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a record with the time to a file."""
-        path, line = self.path / name, to_json({"time": utc_now(), **record})
-        self._queue.put(path, partial(_append_line, path, line), len(line))
+        path, entry = self.path / name, {"time": utc_now(), **record}
+        self._queue.put(path, partial(append_line, path, entry), len(to_json(entry)))
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Store the plan; its ``memory_peak`` is the predicted peak memory."""
@@ -420,17 +419,12 @@ class RunDir:
 def note_failed(run: Path, record: Mapping[str, Any]) -> None:
     """Record a recovery that has failed, of a run that no process writes. record: as of ``RunDir.recover``, with
     ``lost``. Raises StorageError and DataError."""
-    _append_line(run / RECOVERIES, to_json({"time": utc_now(), "attempt": read_state(run)["attempt"], **record}))
+    append_line(run / RECOVERIES, {"time": utc_now(), "attempt": read_state(run)["attempt"], **record})
 
 
 def _recovered(record: Mapping[str, Any], ended: str) -> dict[str, Any]:
     """Return how an attempt ended from which the run recovered."""
     return {"ended": ended, "state": "recovered", "why": str(record["evidence"]).partition("\n")[0]}
-
-
-def _append_line(path: Path, line: str) -> None:
-    with closing(Lines(path)) as lines:
-        lines.append(line)
 
 
 def _last_step(path: Path) -> int:

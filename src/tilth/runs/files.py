@@ -1,15 +1,17 @@
-"""The lock of a run; strict JSON, and its dotted keys."""
+"""The lock of a run; strict JSON, lines of it, and its dotted keys."""
 
 import fcntl
 import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import StorageError
 from tilth.core.files import writing
+from tilth.core.lines import Lines
 
 
 def to_json(value: Any) -> str:
@@ -23,6 +25,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def append_line(path: Path, value: Any, *, sync: bool = False) -> None:
+    """Append a value to a file of JSON lines, durably if ``sync``. StorageError."""
+    with closing(Lines(path)) as lines:
+        lines.append(to_json(value), sync=sync)
 
 
 class Lock:

@@ -22,7 +22,7 @@ from tilth.core.batch import Batch
 from tilth.core.lines import Lines, iterate_lines
 from tilth.core.write_queue import PROMPT, WriteQueue
 from tilth.rewards.process_pool import CORRECT
-from tilth.roles.experience import OUTCOME
+from tilth.roles.experience import OUTCOME, samples_of
 from tilth.runs.files import to_json
 
 PART = "part/"
@@ -50,7 +50,7 @@ class Journal:
     def known(self, step: int, batch: Batch) -> dict[int, dict[str, Any]]:
         """Return trajectory id -> fields of its outcome, for samples that were scored before."""
         known = ChainMap(self._known, self._replayed)
-        samples = [_sample(step, row) for row in _rows(batch)]
+        samples = [_sample(step, row) for row in samples_of(batch)]
         return {sample[1]: known[sample][1] for sample in samples if sample in known}
 
     def write(self, step: int, scored: Batch, failures: Mapping[int, dict[str, Any]]) -> None:
@@ -61,7 +61,7 @@ class Journal:
         """
         about = {"step": step, "reward": self._reward}
         known = self.known(step, scored)
-        lost = {row: failures[row[0]] for row in _rows(scored) if row[0] not in known and row[0] in failures}
+        lost = {row: failures[row[0]] for row in samples_of(scored) if row[0] not in known and row[0] in failures}
         if lost:
             entries = [about | {"trajectory": i, "checksum": c, "outcome": o} for (i, c), o in lost.items()]
             self._missing.append("\n".join(map(to_json, entries)), sync=True)
@@ -114,11 +114,6 @@ class Journal:
         """Close the files."""
         self._missing.close()
         self._scores.close()
-
-
-def _rows(batch: Batch) -> list[tuple[int, int]]:
-    """Return (trajectory, checksum) of each row."""
-    return list(zip(batch["id"].tolist(), batch["identity"].tolist()))
 
 
 def _sample(step: int, row: tuple[int, int]) -> Sample:

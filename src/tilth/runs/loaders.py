@@ -3,13 +3,12 @@
 loaders.jsonl   one line for each change: the first step that follows it, most processes, shares of sources in each
 """
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from tilth.core.errors import DataError
-from tilth.core.lines import Lines, read_lines
-from tilth.runs.files import to_json
+from tilth.core.lines import read_lines
+from tilth.runs.files import append_line
 
 LOADERS = "loaders.jsonl"
 
@@ -25,8 +24,7 @@ class LoaderPlan(NamedTuple):
 
 def record_plan(run: Path, plan: LoaderPlan) -> None:
     """Add a plan durably, before loaders follow it. StorageError."""
-    with closing(Lines(run / LOADERS)) as file:
-        file.append(to_json(plan._asdict()), sync=True)
+    append_line(run / LOADERS, plan._asdict(), sync=True)
 
 
 def read_plans(run: Path) -> list[LoaderPlan]:

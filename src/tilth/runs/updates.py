@@ -18,7 +18,7 @@ from tilth.config.keys import all_names, fixed
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError, parsing
-from tilth.core.files import make_folder, writing
+from tilth.core.files import create, make_folder, writing
 from tilth.core.write_queue import settle
 from tilth.rewards.fingerprint import files_fingerprint, imports_of
 
@@ -193,15 +193,8 @@ def request(run: Path, update: Update) -> Update:
         while True:
             numbers = [int(file.stem) for file in folder.glob("[0-9]*.json")]
             new = replace(update, change=replace(update.change, number=max(numbers, default=0) + 1))
-            whole = folder / f".{os.getpid()}.new"
-            whole.write_bytes(new.dump())
-            try:
-                os.link(whole, path_of(run, new.number))
+            if create(path_of(run, new.number), new.dump()):  # else another one was faster
                 return new
-            except FileExistsError:  # another one was faster
-                continue
-            finally:
-                whole.unlink()
 
 
 def asked_by() -> str:

@@ -1,4 +1,4 @@
-"""Rates of this machine: of matrix products, the base of MFU, and of copies between device and host."""
+"""Rates of this machine: of matrix products, the base of MFU, and of copies, in memory and between device and host."""
 
 import time
 from collections.abc import Callable
@@ -40,6 +40,12 @@ def host_bandwidth(device: torch.device) -> float:
     here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
     pairs = ((here, there), (there, here))
     return COPIED / max(_least_seconds(partial(to.copy_, of, non_blocking=True), device) for to, of in pairs)
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Measure the bytes a second that a device reads and writes in its own memory, together."""
+    source, target = (torch.ones(2 * COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * source.nbytes / _least_seconds(partial(target.copy_, source), device)
 
 
 def _least_seconds(work: Callable[[], object], device: torch.device) -> float:
