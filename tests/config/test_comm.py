@@ -6,7 +6,7 @@ from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401 
 from tests.errors import raises
 from tilth.config.errors import RecipeError
 from tilth.config.load import load_recipe
-from tilth.config.open_sets import COMPRESSORS
+from tilth.config.open_sets import COMPRESSORS, LOCAL_METHODS
 
 ON = ["cluster.backend=local", "cluster.workers=2"]
 NAME = "policy.comm.gradients"
@@ -84,10 +84,11 @@ def test_what_local_methods_cannot_do(what):
         load_recipe("addition-grpo", overrides)
 
 
-@pytest.mark.parametrize("name", ["average", "cser"])
+@pytest.mark.parametrize("name", LOCAL_METHODS)
 @pytest.mark.parametrize(("flow", "workers", "layout"), [("sft", 2, "dp=2"), ("pretrain", 4, "dp=2, tp=2")])
 def test_where_local_methods_work(name, flow, workers, layout):
     keys = [ON[0], f"cluster.workers={workers}", f"{LOCAL}={name}", f"flow={flow}", f"policy.layout={{{layout}}}"]
+    keys += ["optimizer.name=adaalter"] * (name == "adaalter")
     recipe = load_recipe("addition-grpo", [*keys, "data.source=text.jsonl", "policy.comm.every=8"])
     assert not recipe.policy.comm.exact and recipe.policy.comm.every == 8
 

@@ -223,7 +223,7 @@ class LocalAdaAlter(Averaging):
         optimizer.every, kinds = self.every, optimizer.averaged  # type: ignore[attr-defined]
         self._more = [tensor for name, tensor in state.items() if name.partition(".")[0] in kinds]
         self._count = next(tensor for name, tensor in state.items() if name.startswith("step."))
-        self.common = tuple(getattr(optimizer, "common", ()))
+        self.common = optimizer.common  # type: ignore[attr-defined]
 
     @property
     def met(self) -> bool:

@@ -26,6 +26,8 @@ class AdaAlter(torch.optim.Optimizer):
 
     averaged = ("accumulated",)
     """State that a method of local steps averages, beside the weights."""
+    common = ("denominator",)
+    """State that ranks have alike then."""
 
     def __init__(
         self,
