@@ -114,6 +114,7 @@ def test_another_episode_sees_nothing_of_it_and_tests_that_were_written_by_one_a
         made,
         "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 'exit 0' > /tests/test.sh; touch x",
     )
+    call(made, "echo 'echo 1 > /logs/verifier/reward.txt; exit' > /work/.begin")
     assert made.reward() == {"reward": 0.0}
     other, _ = episode(tmp_path)
     assert "x" not in call(other, "ls").split()

@@ -68,9 +68,9 @@ def run(command: str, files: Sequence[str], seconds: float, *, keep: bool = True
 
 
 @cache
-def built(task: Path) -> str:
-    """Return the packed files of a task's container: its Dockerfile followed in the sandbox, without an image or a
-    network. PluginError: a line of it fails there."""
+def built(task: Path) -> tuple[str, str]:
+    """Return the packed files of a task's container, its Dockerfile followed in the sandbox without an image or a
+    network, and commands for the variables and the folder that it ends with. PluginError: a line of it fails there."""
     file = task / "environment" / "Dockerfile"
     lines = file.read_text().replace("\\\n", " ").splitlines() if file.is_file() else []
     words = [line.strip().partition(" ") for line in lines]
@@ -85,7 +85,10 @@ def built(task: Path) -> str:
         raise PluginError(
             f"{file} cannot be followed in the sandbox: {said.strip()[-300:]}", key="environment.harbor.Dockerfile"
         )
-    return state
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(state))) as tar:
+        begin = tar.extractfile("./.begin")
+        assert begin is not None  # a file of that name is a file
+        return state, begin.read().decode()
 
 
 def _limit(task: Path, section: str, key: str = "timeout_sec") -> float:
@@ -118,13 +121,13 @@ class HarborEnvironment(Environment, declares=False):
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin with the files of the record's ``task``."""
         self._task = Path(info["task"])
-        self._state = built(self._task)
+        self._state, self._begin = built(self._task)
         return [{"role": "user", "content": info["prompt"]}]
 
     @tool
     def bash(self, command: str) -> str:
         """Run a command in the folder of the task."""
-        code, said, state, _ = run(f". /work/.begin\n{command}", [self._state], _limit(self._task, "agent"))
+        code, said, state, _ = run(f"{self._begin}{command}", [self._state], _limit(self._task, "agent"))
         self._state = state or self._state
         return said if code == 0 else f"{said}\nexit code {code}" if code > 0 else f"error: {said}; nothing was kept"
 
@@ -132,7 +135,7 @@ class HarborEnvironment(Environment, declares=False):
         """Return what the tests write to /logs/verifier. EnvironmentFault: they write nothing of the kind."""
         tests = packed(self._task / "tests", "tests")
         code, said, _, found = run(
-            ". /work/.begin\nbash /tests/test.sh", [self._state, tests], _limit(self._task, "verifier"), keep=False
+            f"{self._begin}/bin/bash /tests/test.sh", [self._state, tests], _limit(self._task, "verifier"), keep=False
         )
         try:
             parts = json.loads(found["reward.json"]) if "reward.json" in found else {"reward": found["reward.txt"]}
