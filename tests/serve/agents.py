@@ -255,6 +255,18 @@ class Odd(Speaks):
         except openai.NotFoundError:
             self.ask()
 
+    def counts(self):
+        try:
+            self.client.post("/messages/count_tokens", body={}, cast_to=object)
+        except openai.NotFoundError:
+            self.ask()
+
+    def doubles(self):
+        try:
+            self.client.post("/v1/messages", body={}, cast_to=object)
+        except openai.NotFoundError:
+            self.ask()
+
     def long(self):
         self.ask()
         self.go_on("much " * 400)
