@@ -5,9 +5,12 @@ import decimal
 import io
 import json
 import math
+import sys
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ from tests.data.reading import pair_records
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
+from tilth.data.formats import read_records, source_files
 from tilth.data.given import placed
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
@@ -276,3 +280,54 @@ def test_a_cell_that_is_nested_too_deep(kind):
         deep = kind((deep,)) if kind is list else kind(deep)
     with raises(DataError, "data.depth"):
         list(placed(Frame({"prompt": ["a"], "x": [deep]})))
+
+
+# ---- other libraries, as they are ----
+
+SUMS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+
+
+def of_datasets_stream(folder):
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_list(SUMS).to_iterable_dataset()
+
+
+def of_grain(folder):
+    return pytest.importorskip("grain").MapDataset.source(SUMS)
+
+
+def of_grain_stream(folder):
+    return pytest.importorskip("grain").MapDataset.source(SUMS).to_iter_dataset()
+
+
+def of_lance(folder):
+    lance = pytest.importorskip("lance")
+    return lance.write_dataset(pa.Table.from_pylist(SUMS), str(folder / "sums.lance"))
+
+
+def of_arrow_dataset(folder):
+    pq.write_table(pa.Table.from_pylist(SUMS), folder / "sums.parquet")
+    return ds.dataset(folder / "sums.parquet")
+
+
+@pytest.mark.parametrize("make", [of_datasets_stream, of_grain, of_grain_stream, of_lance, of_arrow_dataset])
+def test_a_source_of_another_library_is_read_as_it_is(tmp_path, make):
+    assert [record for _, record in placed(make(tmp_path))] == SUMS
+
+
+def test_a_directory_of_lance_is_a_source_whose_versions_differ(tmp_path):
+    lance, place = pytest.importorskip("lance"), str(tmp_path / "sums.lance")
+    lance.write_dataset(pa.Table.from_pylist(SUMS[:5]), place)
+    before = source_files(place)
+    assert [record for _, record in read_records(place)] == SUMS[:5]
+    lance.write_dataset(pa.Table.from_pylist(SUMS[5:]), place, mode="append")
+    assert [record for _, record in read_records(place)] == SUMS and source_files(place) != before
+
+
+def test_a_directory_of_lance_without_its_library_names_it(tmp_path, monkeypatch):
+    (tmp_path / "sums.lance" / "_versions").mkdir(parents=True)
+    (tmp_path / "sums.lance" / "_versions" / "1.manifest").write_bytes(b"any")
+    monkeypatch.setitem(sys.modules, "lance", None)
+    with raises(DataError, "sums.lance.lance") as caught:
+        list(read_records(str(tmp_path / "sums.lance")))
+    assert "pip install pylance" in str(caught.value)

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from tilth.core.errors import DataError
 from tilth.core.names import name_problem
 from tilth.data.columns import RecordError
+from tilth.data.hub import PREFIX, dataset_files
 from tilth.data.sizes import PIECE, BoundedReader, Budget, batch_rows, check_parquet, pieces
 
 Record = dict[str, Any]
@@ -34,6 +35,8 @@ Tried = tuple[str, Record | RecordError]
 END_OF_TEXT = "<|endoftext|>"
 """Line of a text file that separates two documents."""
 
+_VERSIONS = "_versions"
+"""Folder of a dataset of Lance."""
 _DECODER = json.JSONDecoder()
 _LINE_ENDS = ("\n", "\r\n", "")
 _LONGEST = 4096
@@ -42,6 +45,12 @@ _LONGEST = 4096
 
 def source_files(source: str) -> list[Path]:
     """Return the files of a source in order. Raises ``DataError`` if there are none."""
+    if source.startswith(PREFIX):
+        return dataset_files(source)
+    if (
+        source and (versions := Path(source) / _VERSIONS).is_dir()
+    ):  # of Lance: each change of its data is another version
+        return [max(versions.glob("*.manifest"), key=lambda file: (file.stat().st_mtime_ns, file.name))]
     saved = _saved(source)
     return find_files(source) if saved is None else saved
 
@@ -50,7 +59,8 @@ def tried_records(source: str) -> Iterator[Tried]:
     """Yield (place, record or the error of one that cannot be read) of every record of a source, in order.
 
     A source is a file (``FORMATS``; JSON, CSV and text also as .gz, .bz2, .xz and .zst), a folder or a pattern of such
-    files (sorted by name), or a directory of Hugging Face's ``save_to_disk``, of which ``DIRECTORY:SPLIT`` is one split
+    files (sorted by name), a dataset of the hub (``hub.dataset_files``), a directory of Lance, or one of Hugging Face's
+    ``save_to_disk``, of which ``DIRECTORY:SPLIT`` is one split
     and the bare name the split train. A record of a text file is ``{"text": document}``.
 
     Raises ``DataError`` in one line (place, problem, remedy) for everything that cannot be read.
@@ -66,7 +76,9 @@ def tried_records(source: str) -> Iterator[Tried]:
 
 
 def is_source(source: str) -> bool:
-    """True if there is such a file, directory, split of a directory or pattern."""
+    """True if there is such a file, directory, split of a directory or pattern, or if it names a dataset of the hub."""
+    if source.startswith(PREFIX):
+        return True
     try:
         there = Path(source).exists() or _dataset(source)[0] is not None or bool(glob.glob(source, recursive=True))
     except OSError as error:  # a name that is too long, a folder without permission
@@ -103,6 +115,8 @@ def _first_line(error: BaseException) -> str:
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Tried]]:
     name = _format(path)
+    if path.parent.name == _VERSIONS:
+        return _lance
     if name is None:
         message = f"{str(path)!r} is of no known format; known are {', '.join(FORMATS)} and {_COMPRESSIBLE}"
         raise DataError(message, key=f"{path.name}.format")
@@ -326,6 +340,20 @@ def _parquet(path: Path) -> Iterator[Placed]:
     with pq.ParquetFile(path) as file:
         check_parquet(path, file)
         yield from _rows(path, file.iter_batches(batch_rows(path, file)))
+
+
+def _lance(path: Path) -> Iterator[Placed]:
+    """Rows of the newest version of a dataset, a manifest of which is given."""
+    folder = path.parent.parent
+    try:
+        import lance
+    except ImportError as error:
+        message = (
+            f"{str(folder)!r} is a dataset of Lance, whose library cannot be imported: {error}; pip install pylance"
+        )
+        raise DataError(message, key=f"{folder.name}.lance") from None
+    for number, row in enumerate(rows_of(lance.dataset(str(folder)).to_batches()), 1):
+        yield f"{folder} row {number}", row
 
 
 def _arrow(path: Path) -> Iterator[Placed]:

@@ -76,6 +76,8 @@ def _rows(data: Any, name: str) -> Iterable[Any]:
         return _frame(data, name)
     if hasattr(data, "__arrow_c_stream__") and (hasattr(data, "columns") or hasattr(data, "schema")):
         return (_cells(row, name) for row in rows_of(pa.RecordBatchReader.from_stream(data)))
+    if hasattr(data, "to_batches") and hasattr(data, "schema"):  # of Lance, pyarrow.dataset
+        return (_cells(row, name) for row in rows_of(data.to_batches()))
     if hasattr(data, "column_names"):  # of datasets: its rows are dictionaries, of tensors if it is set so
         return (_cells(row, name) for row in data)
     if isinstance(data, Iterable):

@@ -4,10 +4,10 @@ import difflib
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tilth.config.schema import RunConfig
 from tilth.core.errors import ModelError
+from tilth.data.hub import HubError, download
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _SHAPE = ["*.json", "*.jinja", "tokenizer*"]
@@ -45,17 +45,12 @@ def fetched(spec: str, *, weights: bool = True) -> str:
     """
     if not is_hub_id(spec):
         return spec
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    network: Any = HfHubHTTPError.__bases__[0]  # base of the errors of the HTTP client of this version
     try:
-        return snapshot_download(spec, allow_patterns=[*_SHAPE, *(_WEIGHTS if weights else [])])
-    except (OSError, ValueError, network) as error:
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        return download(spec, [*_SHAPE, *(_WEIGHTS if weights else [])])
+    except HubError as error:
         name = spec.partition("/")[2]
         raise ModelError(
-            f"{spec!r} is no folder here, and could not be had from the Hugging Face hub ({reason}). Where the hub can "
+            f"{spec!r} is no folder here, and could not be had from the Hugging Face hub ({error}). Where the hub can "
             f"be reached: hf download {spec} --local-dir {name}; then name the folder, {name}",
             key=spec,
         ) from error
