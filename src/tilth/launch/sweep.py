@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any
 
 from tilth.cluster.backends.capacity import cores
 from tilth.config.keys import find
@@ -93,7 +94,7 @@ def split_values(override: str) -> tuple[str, list[str]]:
     return name, parts
 
 
-def _toml(text: str) -> object:
+def _toml(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -120,7 +120,11 @@ def over_seeds(runs: Sequence[FollowedRun], keys: Sequence[Mapping[str, Any]]) -
             continue
         values = [points_of(run.table, SHAPES[name])[1] for run, _ in some]
         ends, tops = [float(v[-1]) for v in values], [float(v.min() if "loss" in name else v.max()) for v in values]
-        row = {"runs": [run.path.name for run, _ in some], "seeds": [seed for _, seed in some], "metric": SHAPES[name]}
+        row: Row = {
+            "runs": [run.path.name for run, _ in some],
+            "seeds": [seed for _, seed in some],
+            "metric": SHAPES[name],
+        }
         row |= {"values": {key: kept[text].get(key) for key in differ}, "final": interval(ends), "best": interval(tops)}
         found.append(row)
     return sorted(found, key=lambda row: (row["metric"], row["final"][0] * (1 if "loss" in row["metric"] else -1)))

@@ -96,7 +96,7 @@ def newest_step(run: Path) -> int | None:
 class Matches(NamedTuple):
     """Rows of a file that match: how many, the first ones in the order of the search, why it cannot be read."""
 
-    count: int
+    number: int
     first: pa.Table | None
     note: str
 
@@ -128,7 +128,7 @@ def search(run: Path, wanted: Wanted) -> FoundRows:
         rows = _rows_at(files, places, pool, notes)
     del whole, tables, found
     pa.default_memory_pool().release_unused()
-    return FoundRows(rows, sum(one.count for one in read), notes)
+    return FoundRows(rows, sum(one.number for one in read), notes)
 
 
 def _match(path: Path, wanted: Wanted, most: int) -> Matches:
@@ -172,8 +172,9 @@ def _steps_of(file: pq.ParquetFile, group: int) -> tuple[Any, Any]:
     """Return the least and the greatest step of a group of rows; the widest where it does not say."""
     first = file.metadata.row_group(group).column(0)
     known = first.statistics if first.path_in_schema == "step" else None
-    numbers = known is not None and known.has_min_max and isinstance(known.min, int)
-    return (known.min, known.max) if numbers else (-1, 1 << 62)
+    if known is None or not known.has_min_max or not isinstance(known.min, int):
+        return -1, 1 << 62
+    return known.min, known.max
 
 
 def _columns_of(file: pq.ParquetFile, groups: Sequence[int], names: Iterable[str]) -> pa.Table:
