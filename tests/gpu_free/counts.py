@@ -66,7 +66,8 @@ def captures():
 
 
 def trainer(config=None, dtype=torch.bfloat16, **options):
-    model = make_model(config or shape(), dtype=dtype).requires_grad_(True).to(CUDA)
+    """A trainer that computes in this dtype; its parameters are fp32."""
+    model = make_model(config or shape(), dtype=dtype).float().requires_grad_(True).to(CUDA)
     return TrainEngine(model, OptimizerConfig(lr=0.01), **{"total_steps": 9, "micro_tokens": 64, **options})
 
 

@@ -3,6 +3,8 @@
 In a process of its own, which ``test_rehearsal`` starts.
 """
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,7 @@ from tilth.engines.cache import KVCache
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.runner import Graphs
 from tilth.models.activations import HostActivations
+from tilth.training import engine as engine_room
 from tilth.training.engine import negative_log_likelihood
 from tilth.training.packed import packed_logprobs
 
@@ -90,6 +93,18 @@ def test_answers_of_all_lengths_need_few_graphs():
 def test_a_micro_batch_waits_for_nothing(how):
     few, many = (update(count, how, shape(1)) for count in (1, 3))
     assert few.beside < many.beside and few.waits.total() == many.waits.total() <= 4, many.where
+
+
+def test_weights_are_cast_once_for_all_micro_batches_of_a_step(monkeypatch):
+    """Seven matrices and two norms of a layer, the last norm and the head; gradients are cast in each micro-batch."""
+
+    def casts():
+        few, many = (update(count, config=shape(1)).launches["aten._to_copy"] for count in (1, 3))
+        return (many - few) // 2
+
+    once = casts()
+    monkeypatch.setattr(engine_room, "keep_casts", nullcontext)
+    assert casts() - once == 9 + 2
 
 
 def test_log_probs_wait_once_a_micro_batch():

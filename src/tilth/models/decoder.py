@@ -19,6 +19,7 @@ from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
 from tilth.models.activations import HostActivations, resident, run_layer
 from tilth.models.attention import AttentionContext, DropoutContext
+from tilth.models.casts import cast
 from tilth.models.config import DecoderConfig, check
 from tilth.models.family import encoder_of, family_of
 from tilth.models.inputs import EncoderInput, ModelInput
@@ -79,7 +80,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension."""
         if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, None, self.eps) * cast(self.weight, x.dtype)
 
 
 class WideRMSNorm(RMSNorm):

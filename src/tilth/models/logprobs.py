@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilth.models.casts import cast
 from tilth.models.steady import steady_linear
 from tilth.plan import kernels
 from tilth.plan.kernels import CACHED_ELEMENTS, chunk_rows
@@ -113,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk = temperature, chunk
-        used = weight.to(hidden.dtype)
+        used = cast(weight, hidden.dtype)
         logprobs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         entropy = logprobs.new_empty(hidden.shape[0] if with_entropy else 0)
         kept: list[Tensor] = []

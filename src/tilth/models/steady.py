@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilth.core.errors import RecipeError
+from tilth.models.casts import cast
 from tilth.plan.kernels import CHUNK_ELEMENTS, KEYS, ROW_MULTIPLE, TAIL, round_up
 
 SIZES = (1024, 512, 256, 128, 64, 32, ROW_MULTIPLE)
@@ -220,7 +221,7 @@ def refusal(what: str, threads: int) -> RecipeError:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [N, in] times weight [out, in], plus bias, both cast to x's dtype: [N, out]."""
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    weight, bias = cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype)
     return steady_linear(x, weight, bias) if _mode.on else F.linear(x, weight, bias)
 
 

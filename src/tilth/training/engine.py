@@ -24,9 +24,10 @@ from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch, Toke
 from tilth.core.trajectory import OPENS
 from tilth.models.activations import HostActivations
 from tilth.models.attention import AttentionContext, DropoutContext
+from tilth.models.casts import keep_casts
 from tilth.models.decoder import Decoder, not_finite
 from tilth.models.inputs import ModelInput
-from tilth.parallel.comm import Members, lent
+from tilth.parallel.comm import Members, is_fsdp, lent
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
 from tilth.parallel.ring import RingPlan, pass_around
@@ -192,7 +193,8 @@ class TrainEngine:
         self.compile_seconds = 0.0
         if compile:
             model.compile()
-        self._compiling = compile
+        self._compiling = self._compiled = compile
+        self._gathers = any(is_fsdp(module) for part in self.sharded.parts for module in part.modules())
         self._measure = self.sharded.norm if self.sharded.updates or self.grid.mesh.count(*MODEL) > 1 else None
         self._drops = self.sharded.drops
         self.sharded.gradients.reducer.follow(self.optimizers.made, self.optimizers.state_tensors())
@@ -307,7 +309,8 @@ class TrainEngine:
             scored = (Scored(*input_of(m), index, None if m.blank else m) for index, m in cutting())
             self._count_loads(step, scored, len(micros))
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
-        done = self._passes(self._in_flight(every, used, input_of), rounds, scorer, loss)[: len(micros)]
+        with self._casts():
+            done = self._passes(self._in_flight(every, used, input_of), rounds, scorer, loss)[: len(micros)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
         check_used(used)
@@ -401,6 +404,12 @@ class TrainEngine:
         run_forward(self.sharded, begin, count, parity=self.parity)
         self.sharded.reshard()
         step.count()
+
+    def _casts(self) -> AbstractContextManager[None]:
+        """Keep weights in the compute dtype for all micro-batches of the block, where a pass keeps all of them anyway,
+        and they stay where they are."""
+        again = any(part.checkpointing for part in self.sharded.parts)
+        return nullcontext() if self._compiled or again or self._gathers else keep_casts()
 
     def _passes(
         self, begin: Iterator[InFlight], micro_batches: int, scorer: Callable[[MicroBatch, Tensor], None], loss: Loss

@@ -1,0 +1,46 @@
+"""Weights in the compute dtype: cast at use, or once for all micro-batches between two optimizer steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_kept: dict[nn.Parameter, Tensor] | None = None
+"""Copies by parameter, while they are kept. Of all threads: a device's backward passes run in threads of their own."""
+
+
+@contextmanager
+def keep_casts() -> Iterator[None]:
+    """Keep what ``cast`` makes of parameters until the block ends. In it no parameter may change, or lie elsewhere."""
+    global _kept
+    before, _kept = _kept, {}
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in this dtype. Its gradient is that of ``weight.to(dtype)``, in the weight's own dtype."""
+    if _kept is None or weight.dtype == dtype or not isinstance(weight, nn.Parameter):
+        return weight.to(dtype)
+    copy = _kept.get(weight)
+    if copy is None or copy.dtype != dtype:
+        copy = _kept[weight] = weight.detach().to(dtype)
+    found: Tensor = _Cast.apply(weight, copy) if weight.requires_grad and torch.is_grad_enabled() else copy
+    return found
+
+
+class _Cast(torch.autograd.Function):
+    """A copy in another dtype that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None

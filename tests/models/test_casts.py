@@ -1,0 +1,63 @@
+"""Weights that are cast once for several passes: the same bits, and no copy that outlives its block."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.tiny import decoder, shape
+from tests.training.test_engine import batch
+from tilth.config.schema import OptimizerConfig
+from tilth.models import casts
+from tilth.models.casts import cast, keep_casts
+from tilth.training import engine as engine_room
+from tilth.training.engine import TrainEngine, negative_log_likelihood
+
+BF16 = torch.bfloat16
+
+
+def test_a_parameter_is_cast_once_in_a_block_and_anew_after_it():
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    with keep_casts():
+        one, other = cast(weight, BF16), cast(weight, BF16)
+        assert one.data_ptr() == other.data_ptr() and torch.equal(one, weight.to(BF16))
+        assert cast(weight, torch.float32) is weight
+        (one.float().sum() + other.float().square().sum()).backward()
+    again = weight.detach().clone().requires_grad_()
+    (again.to(BF16).float().sum() + again.to(BF16).float().square().sum()).backward()
+    assert weight.grad.dtype == torch.float32 and torch.equal(weight.grad, again.grad)
+    with torch.no_grad():
+        weight.add_(1)
+    assert torch.equal(cast(weight, BF16), weight.to(BF16)) and casts._kept is None
+    with keep_casts():
+        assert torch.equal(cast(weight, BF16), weight.to(BF16))
+
+
+def test_what_is_no_parameter_or_frozen_has_no_graph():
+    frozen, weight = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.nn.Parameter(torch.ones(2))
+    with keep_casts():
+        assert not cast(frozen, BF16).requires_grad and cast(weight * 2, BF16).requires_grad
+        with torch.no_grad():
+            assert not cast(weight, BF16).requires_grad
+        assert cast(weight, BF16).requires_grad
+
+
+def learned(monkeypatch, keep, **options):
+    """Weights after three steps of several micro-batches in bf16, and gradients' norms."""
+    model = decoder(shape("llama", num_layers=2), BF16)
+    checkpointing = options.pop("checkpointing", False)
+    model.checkpointing = checkpointing
+    engine = TrainEngine(model, OptimizerConfig(lr=0.01), total_steps=3, micro_tokens=40, **options)
+    if not keep:
+        monkeypatch.setattr(engine_room, "keep_casts", lambda: engine_room.nullcontext())
+    tokens, mask = batch((30, 20, 40, 25))
+    loss = negative_log_likelihood(float(mask.sum()))
+    norms = [engine.update(tokens, mask, {}, loss).grad_norm for _ in range(3)]
+    return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointing": True}], ids=["whole", "recomputed"])
+def test_steps_have_the_bits_of_steps_that_cast_at_each_use(monkeypatch, options):
+    norms, weights = learned(monkeypatch, True, **options)
+    wanted, others = learned(monkeypatch, False, **options)
+    assert norms == wanted and np.isfinite(norms).all()
+    assert all(torch.equal(weights[name], other) for name, other in others.items())
