@@ -29,8 +29,9 @@ from tilth.config.checks import pools
 from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, NonFiniteError, TilthError
-from tilth.flows.callbacks import Callback, Until
+from tilth.flows.callbacks import Callback
 from tilth.guard.verdict import Verdict
+from tilth.launch.life import Until
 from tilth.runs.costs import COSTS, OFFLOAD
 from tilth.runs.loaders import LOADERS
 from tilth.runs.models import MODEL_FOLDER

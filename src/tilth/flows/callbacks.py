@@ -101,18 +101,6 @@ class Callback:
         """The run has finished without an error. summary: as in ``tilth show RUN --json``."""
 
 
-class Until(Callback):
-    """End a replay after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Stop."""
-        if step >= self._step:
-            run.stop("the end of the replay")
-
-
 _TOLD: ContextVar[tuple[Callback, ...]] = ContextVar("told", default=())
 """Callbacks whose ``on_message`` is running in this thread."""
 

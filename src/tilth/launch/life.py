@@ -37,7 +37,7 @@ from tilth.data.template import template_files
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.envs.process import file_of
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
-from tilth.flows.callbacks import Callback, Until, notify
+from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.contamination import count_seen
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.roles import Roles
@@ -100,6 +100,18 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         _RUN.release()
+
+
+class Until(Callback):
+    """End a replay after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Stop."""
+        if step >= self._step:
+            run.stop("the end of the replay")
 
 
 def launch(
