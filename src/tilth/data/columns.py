@@ -279,6 +279,8 @@ def _in_pattern(value: Any, where: str, name: str) -> str:
 
 def text_of(value: Any, where: str, name: str) -> str:
     """Return a value that is a text, or UTF-8 bytes; raises ``DataError`` for any other."""
+    if type(value) is str and value.isascii():
+        return value
     try:
         text = value.decode() if isinstance(value, bytes) else value
         if not isinstance(text, str):
