@@ -1,7 +1,7 @@
 """Bytes and losses of compressed gradients and weights, beside exact ones, and seconds of a step on a slow link.
 
     python benchmarks/economy.py [--quick] [--only ROW] [--json PATH] [--data ../shared/data/gsm8k] [--steps N]
-                                 [--seeds 0,1,2] [--shape quick|full]
+                                 [--seeds 0,1,2] [--shape quick|full] [--lr RATE]
 
 Each row trains the same model on the same bytes of text on four data ranks (backend local, gloo), two of which are a
 node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "by topic" have other problems on each
@@ -24,7 +24,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,12 +154,13 @@ class Trial(JoinedRole):
     """A role that trains one row."""
 
     @transfer("all", "all")
-    def run(self, shape: str, text: str, name: str, steps: int, seed: int) -> dict[str, Any]:
+    def run(self, shape: str, text: str, name: str, steps: int, seed: int, lr: float) -> dict[str, Any]:
         """Return this rank's measurements."""
         meter = Meter()
         comm.communication = meter  # type: ignore[assignment]
         try:
-            return self.measured(meter, SHAPES[shape], text, ROWS[name], steps, seed)
+            row = ROWS[name] if not lr else replace(ROWS[name], optimizer=ROWS[name].optimizer | {"lr": lr})
+            return self.measured(meter, SHAPES[shape], text, row, steps, seed)
         finally:
             comm.communication = meter.plain
 
@@ -222,14 +223,14 @@ def update(engine: TrainEngine, tokens: Jagged) -> None:
     engine.update(tokens, mask, {}, negative_log_likelihood(float(BATCH * (LENGTH - 1))))
 
 
-def row(shape: str, text: str, name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+def row(shape: str, text: str, name: str, steps: int, seeds: Sequence[int], lr: float) -> dict[str, Any]:
     """Measure a row."""
     found = []
     with open_cluster("local", RANKS) as cluster:
         for seed in seeds:
             mesh = Mesh.of({"dp": RANKS})
             role = cluster.group(f"trial {seed}", "economy:Trial", {}, mesh=mesh)
-            found.append(role.run(shape, text, name, steps, seed))
+            found.append(role.run(shape, text, name, steps, seed, lr))
     losses = [ranks[0]["loss"] for ranks in found]
     first = found[0]
     return {
@@ -258,6 +259,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="default 300, with --quick 12")
     parser.add_argument("--seeds", default="", help="default 0,1,2, with --quick 0")
     parser.add_argument("--shape", choices=SHAPES, default="", help="of the model; default full, with --quick quick")
+    parser.add_argument("--lr", type=float, default=0.0, help="of all rows, in place of their own")
     options = parser.parse_args()
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
@@ -272,7 +274,7 @@ def main() -> None:
     shape = options.shape or ("quick" if options.quick else "full")
     print(f"{'row':30}        KB    across of exact     loss  spread     worse       ms    code")
     for name in names:
-        table.append(found := row(shape, texts[ROWS[name].by_topic], name, steps, seeds))
+        table.append(found := row(shape, texts[ROWS[name].by_topic], name, steps, seeds, options.lr))
         exact[name] = found
         print(line(found, exact[ROWS[name].beside or name]), flush=True)
         write_rows(options.json, table)

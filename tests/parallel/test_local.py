@@ -1,4 +1,4 @@
-"""Local methods: ranks learn apart as the papers say, meet, resume with the same bits, and what is wrong is found."""
+"""Local methods: ranks learn apart as the papers say, sync, resume with the same bits, and what is wrong is found."""
 
 import types
 
@@ -215,8 +215,8 @@ def test_ranks_are_equal_when_it_is_declared_and_learn(pool, case, name):
     copies = copies_of(case, found)
     for number in range(4):
         assert agree([own[2][number] for own in found])
-        met = name != "cser" and number % 2 == 1
-        assert alike([own[1][number] for own in copies]) == met
+        synced = name != "cser" and number % 2 == 1
+        assert alike([own[1][number] for own in copies]) == synced
     losses = found[0][0]
     assert losses[3] < losses[0]
     prefixes = {"cser": {LOCAL, SHARED}, "average": set(), "adaalter": set()}[name]
@@ -431,10 +431,10 @@ def test_another_number_of_ranks_begins_with_the_mean_of_all_models(pool, tmp_pa
 
 
 class Other(Averaging):
-    """The last rank has other bits after a meeting."""
+    """The last rank has other bits after a sync."""
 
-    def meet(self):
-        super().meet()
+    def sync(self):
+        super().sync()
         if self._group.rank():
             next(iter(self._own.values())).data.view(-1).view(torch.int32)[3] ^= 1
 
@@ -444,10 +444,10 @@ def flipped(rank, name, where, kind=None):
     if kind is not None:
         ALL["other"] = kind
     role = made(rank, DP, name, every=2)
-    for _ in range(2 if where == "meeting" else 3):
+    for _ in range(2 if where == "sync" else 3):
         step(role.engine, DP)
     found = []
-    if rank and where != "meeting":
+    if rank and where != "sync":
         title = next(n for n in role._reducer.state() if n.startswith(where))
         role._reducer.state()[title].view(-1).view(torch.int32)[3] ^= 1
     try:
@@ -460,7 +460,7 @@ def flipped(rank, name, where, kind=None):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "where", "rest"),
-    [("cser", LOCAL, True), ("average", LOCAL, True), ("cser", SHARED, False), ("other", "meeting", False)],
+    [("cser", LOCAL, True), ("average", LOCAL, True), ("cser", SHARED, False), ("other", "sync", False)],
 )
 def test_a_flipped_bit_is_found(pool, name, where, rest):
     """Of one rank's model by its digests, of what is equal by those of the copies."""

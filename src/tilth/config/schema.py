@@ -399,7 +399,7 @@ class CommConfig(Section):
         Field("none", description="how data ranks learn apart: cser, average, adaalter; none: they have one model")
     )
     every: Annotated[Positive, Fixed("its data ranks have models of their own")] = Field(
-        1, description="local: steps from one meeting of the models of all data ranks to the next"
+        1, description="local: steps from one sync of the models of all data ranks to the next"
     )
     feedback: bool = Field(
         True, description="add what the compressor leaves out of a gradient to the next one, if it declares a residual"

@@ -1,7 +1,7 @@
 """Local methods: data ranks learn apart, and bring their models together less often or in parts.
 
 The optimizer of rank i steps with n times its own gradient, of n ranks, so that the mean of the models follows the sum
-of all gradients. Between two meetings ranks have models of their own; what they have alike is declared by ``equal``.
+of all gradients. Between two syncs ranks have models of their own; what they have alike is declared by ``equal``.
 """
 
 import math
@@ -59,12 +59,12 @@ class Averaging(GradientReducer):
         self._held, self._rows = given, {name: by_rank(layout) for name, layout in given.items()}
 
     @property
-    def met(self) -> bool:
-        """True between a meeting and the next step."""
+    def synced(self) -> bool:
+        """True between a sync of the models and the next step."""
         return self.step % self.every == 0
 
     def equal(self, name: str) -> bool:
-        return self.met or name not in self._held
+        return self.synced or name not in self._held
 
     def state(self) -> Mapping[str, Tensor]:
         own = {name: self._kept.get(name, p) for name, p in self._own.items() if not self.equal(name)}
@@ -82,11 +82,11 @@ class Averaging(GradientReducer):
     @torch.no_grad()
     def settle(self, learned: bool) -> None:
         self.step += 1
-        if self.met:
-            self.meet()
+        if self.synced:
+            self.sync()
 
-    def meet(self) -> None:
-        """Bring the models together at the end of a period."""
+    def sync(self) -> None:
+        """Average models at the end of a period."""
         self.mean(list(self._own.values()))
 
     def mean(self, tensors: list[Tensor]) -> None:
@@ -193,7 +193,7 @@ class ErrorReset(Averaging):
                 x.copy_(before[name] - moved[name])
         super().settle(learned)
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         blocks = self.blocks("models", self.models)
         own = self._parts(self._own, blocks)
         self.mean(list(own.values()))
@@ -216,7 +216,7 @@ class LocalAdaAlter(Averaging):
 
     def __init__(self, every: int = 1, smallest: int = 65_536, seed: int = 0) -> None:
         super().__init__(every, smallest, seed)
-        self._more, self._count = list[Tensor](), torch.zeros(())
+        self._more, self._count, self._done = list[Tensor](), torch.zeros(()), 0
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Tensor]) -> None:
         (optimizer,) = optimizers
@@ -226,11 +226,23 @@ class LocalAdaAlter(Averaging):
         self.common = optimizer.common  # type: ignore[attr-defined]
 
     @property
-    def met(self) -> bool:
-        return int(self._count) % self.every == 0
+    def synced(self) -> bool:
+        return self._done % self.every == 0
 
-    def meet(self) -> None:
-        self.mean([*self._own.values(), *self._more])
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._done = int(self._count)
+
+    @torch.no_grad()
+    def settle(self, learned: bool) -> None:
+        self.step, self._done = self.step + 1, self._done + learned
+        if learned and self.synced:
+            self.mean([*self._own.values(), *self._more])
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        super().restart()
+        self._done = int(self._count)
 
 
 def local_method(comm: CommConfig, seed: int) -> GradientReducer:

@@ -278,11 +278,11 @@ class Learner(Stateful):
         """Load a checkpoint, or a snapshot, whose models are those of single ranks where they are not equal. Another
         number of ranks begins with their mean."""
         checkpoint, (model, optimizer) = open_checkpoint(path), self._names
-        self._reducer.begin(step)  # which decides what ranks have alike
         if model in checkpoint.groups:
             held = weights_group(self.sharded, checkpoint.names(model))
             checkpoint.restore(model, held.tensors, held.layouts, self.grid.rank)
         self._restore_rows(checkpoint, optimizer, self.groups()[optimizer])
+        self._reducer.begin(step)  # step and optimizer decide what ranks have alike
         if not self._restore_rows(checkpoint, self._reducing, self._left_out()):
             self._reducer.restart()
 
