@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tilth.training.optim import lr_factor
 
-KINDS = ("constant", "linear", "cosine", "wsd")
+KINDS = ("constant", "linear", "cosine", "wsd", "plateau")
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 500), st.integers(0, 50))
@@ -36,6 +36,13 @@ def test_wsd_is_flat_then_falls_in_the_last_fifth():
     assert [lr_factor("wsd", s, 100, 5) for s in (5, 40, 79, 80)] == [1.0] * 4
     assert lr_factor("wsd", 90, 100, 5) == pytest.approx(0.5)
     assert lr_factor("wsd", 100, 100, 5) == 0.0
+
+
+def test_plateau_rises_holds_and_falls_to_zero():
+    found = [lr_factor("plateau", s, 100, 10, 40) for s in range(101)]
+    assert found[9:51] == [1.0] * 42 and found[0] == 0.1
+    assert found[51:] == pytest.approx([(100 - s) / 50 for s in range(51, 101)])
+    assert [lr_factor("plateau", s, 20, 10, 10) for s in (9, 19, 20)] == [1.0, 1.0, 0.0]
 
 
 def test_a_run_longer_than_planned_does_not_go_negative():

@@ -36,7 +36,7 @@ A key ends in a word of its own where one value has several reasons: ``train.par
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first contradiction between two keys."""
     keys = (_shape, _lengths, _engine, _parity, _learning, _adapters, _other_models, _names, _algorithm, _places)
-    refuse(recipe, *keys, _mixture, _tasks, _episodes, _staleness)
+    refuse(recipe, *keys, _mixture, _tasks, _episodes, _staleness, _elastic)
     check_cluster(recipe)
 
 
@@ -523,6 +523,25 @@ def _limits(recipe: Recipe) -> Refusals:
             f"to {2 * r.timeout:g} or more, or a smaller reward.timeout"
         )
         yield "cluster.timeout", why
+
+
+def _elastic(recipe: Recipe) -> Refusals:
+    """Check the schedule of batches that change with the number of workers."""
+    o, w = recipe.optimizer, recipe.supervised
+    if recipe.guard.batch == "scale" and recipe.flow_spec.samples:
+        yield "guard.batch", f"scales given data, and flow = {recipe.flow} samples its own; use guard.batch = 'keep'"
+    if o.ramp_steps and recipe.guard.batch == "keep":
+        yield "optimizer.ramp_steps", "is for batches that change: set guard.batch = 'scale', or it to 0"
+    if o.plateau_steps and o.schedule != "plateau":
+        yield (
+            "optimizer.plateau_steps",
+            f"is not for optimizer.schedule = '{o.schedule}'; use 'plateau', or set it to 0",
+        )
+    steps = recipe.algorithm.steps * recipe.algorithm.epochs * recipe.algorithm.minibatches
+    steps = steps if recipe.flow_spec.samples else w.steps
+    if o.schedule == "plateau" and 0 < steps < o.warmup_steps + o.plateau_steps:
+        why = f"and optimizer.warmup_steps = {o.warmup_steps} are more than the {steps} optimizer steps of the run"
+        yield "optimizer.plateau_steps", f"{why}; use at most {max(0, steps - o.warmup_steps)}"
 
 
 def _rollback(recipe: Recipe) -> Refusals:

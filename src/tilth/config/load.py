@@ -319,7 +319,9 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     for section, names in _SAME_WORK.items():
         for name in names:
             del data[section][name]
-    del data["guard"]
+    data["guard"] = {"batch": "scale"} if recipe.guard.batch == "scale" else {}
+    if not data["guard"]:
+        del data["guard"]
     del data["plugins"]  # launch.life compares their content; their paths do not matter
     newer = ((data, "roles"), (data["data"], "options"), (data["rollout"], "options"))
     for table, key in newer:  # keys that older runs do not have
@@ -330,6 +332,10 @@ def _work(recipe: Recipe) -> dict[str, Any]:
             del data["data"][key]
     if data["rollout"]["engine"] == "native":  # such a run is the same with and without the key
         del data["rollout"]["engine"]
+    if data["optimizer"]["schedule"] != "plateau":
+        del data["optimizer"]["plateau_steps"]
+    if recipe.guard.batch == "keep":  # workers of a run may then change, and its batch does not
+        del data["optimizer"]["ramp_steps"]
     if data["optimizer"]["name"] != "muon":
         del data["optimizer"]["muon_precision"]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # in order: the first pool is the default

@@ -35,8 +35,7 @@ OPTIMIZERS = {
     "lars": OptimizerSpec(("velocity",), made="tilth.training.optimizers.blockwise:LARS"),
     "adaalter": OptimizerSpec(("accumulated", "denominator"), made="tilth.training.optimizers.adaalter:AdaAlter"),
 }
-"""Optimizers by name; plugins add to it. State that means another thing has another name: a run loads that of a run with
-the same names (``model.optimizer``)."""
+"""Optimizers by name; plugins add to it. State of another meaning has another name: ``model.optimizer`` goes by names."""
 
 
 def optimizer_states(name: str) -> set[str]:

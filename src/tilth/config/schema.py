@@ -482,15 +482,26 @@ class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
     name: Annotated[str, OneOf(lambda: OPTIMIZERS, "optimizer"), Fixed("its optimizer's state is of this kind")] = (
-        Field("adamw", description="muon: block matrices by Muon, the rest by AdamW")
+        Field(
+            "adamw",
+            description="muon: block matrices by Muon, the rest by AdamW; lans, lamb, lars: for large batches; adaalter: "
+            "AdaGrad; or a plugin's",
+        )
     )
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="muon: learning rate of block matrices divided by lr")
     muon_precision: Literal["fp32", "bf16"] = Field("fp32", description="muon: dtype of its orthogonalisation")
-    betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's decay rates of both moments")
-    weight_decay: Rate = Field(0.0, description="decoupled weight decay of matrices")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "constant", description="learning rate over steps (wsd decays in the last fifth)"
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="decay rates of both moments; lars: of its momentum")
+    weight_decay: Rate = Field(0.0, description="weight decay of matrices")
+    schedule: Literal["constant", "linear", "cosine", "wsd", "plateau"] = Field(
+        "constant",
+        description="learning rate over steps (wsd decays in the last fifth; plateau holds the peak for plateau_steps "
+        "after the warm-up, and decays linearly)",
+    )
+    plateau_steps: Count = Field(0, description="plateau: steps at the peak after the warm-up")
+    ramp_steps: Count = Field(
+        0,
+        description='guard.batch = "scale": steps in which the learning rate rises to that of a larger batch; 0: at once',
     )
     warmup_steps: Count = Field(0, description="steps of linear warm-up to the peak")
     clip_norm: Rate = Field(1.0, description="maximum global gradient norm; 0: no clipping")
@@ -655,6 +666,11 @@ class GuardConfig(Section):
         ge=1,
         description="seconds without progress after which a worker in a call is taken to hang, and without a token "
         "after which the server of another engine is; longer than its longest operation",
+    )
+    batch: Literal["keep", "scale"] = Field(
+        "keep",
+        description="after a change of the number of workers: keep the batch of a step; or scale it and the learning "
+        "rate, with optimizer.ramp_steps, and count progress and schedule in samples (supervised flows)",
     )
     on_nan: Literal["skip", "rollback", "stop"] = Field(
         "skip",

@@ -124,6 +124,8 @@ class Run:
         """Begin a phase of this many steps, or continue it after a resume, also if it is longer than before."""
         self.entered, self.phase_steps = phase, steps
         self.progress.begin(phase, self.state.phase_step if self.state.phase == phase else 0, steps)
+        if self.recipe.guard.batch == "scale":
+            self.state.ranks = self.state.ranks or self.policy.mesh.count("rows")
         if phase in self.state.finished:
             if phase != self.state.phase or self._over():
                 return self
@@ -131,7 +133,7 @@ class Run:
         if self.state.phase == phase:
             self._resume(phase, lr, steps)
             return self
-        self.state.phase, self.state.phase_step = phase, 0
+        self.state.phase, self.state.phase_step, self.state.more_samples = phase, 0, 0
         self._begin(phase, lr, steps)
         self._sync_for(phase)
         if phase != WARMUP:
@@ -152,10 +154,34 @@ class Run:
 
     def _resume(self, phase: str, lr: float, steps: int) -> None:
         """Continue in the middle of a phase, with the recipe's current learning rates and lengths."""
-        self.policy.tune(lr, self._updates(phase, steps))
+        share = self._batch / self.recipe.supervised.batch
+        self.policy.tune(lr, self._updates(phase, steps), share)
+        if share != 1:
+            self.say(
+                f"steps have {self._batch} samples and not {self.recipe.supervised.batch}, as workers have changed"
+            )
         if self._trains_critic(phase):
             self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))
         self._sync_for(phase)
+
+    @property
+    def _batch(self) -> int:
+        """Samples of a supervised step: the recipe's, or in proportion to the ranks that divide them."""
+        whole, ranks = self.recipe.supervised.batch, self.state.ranks
+        if self.recipe.guard.batch == "keep" or not ranks:
+            return whole
+        return max(1, round(whole * self.policy.mesh.count("rows") / ranks))
+
+    @property
+    def _left(self) -> int:
+        """Samples that the phase has left; of one that samples, steps times the batch of supervised ones."""
+        whole = self.recipe.supervised.batch
+        return (self.phase_steps - self.state.phase_step) * whole - self.state.more_samples
+
+    @property
+    def _length(self) -> int:
+        """Steps of the phase, if those to come have as many samples as now."""
+        return self.state.phase_step - (-self._left // self._batch)
 
     def _trains_critic(self, phase: str) -> bool:
         return self.recipe.flow_spec.critic and phase != WARMUP
@@ -222,12 +248,15 @@ class Run:
         return self._given("pairs", count)
 
     def _given(self, kind: str, count: int) -> Iterator[Batch]:
+        whole = self.recipe.supervised.batch
         while self._continues():
             with self._step():
-                indices = self.sampler.draw(kind, count)
+                size = max(1, round(count * self._batch / whole))
+                indices = self.sampler.draw(kind, size)
                 batch = getattr(self.loader, kind)(indices, **self.sampler.then())
                 self.progress.at("updating")
                 yield batch
+                self.state.more_samples += self._batch - whole
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the batch in the recipe's number of parts, once per epoch, rows in a new order each time."""
@@ -341,7 +370,7 @@ class Run:
         state = self.state
         # A mean reward above 1 is no share of right answers, so it reaches no target.
         reached = is_supervised(state.phase) and self.recipe.supervised.until <= (state.accuracy_last or 0.0) <= 1
-        return state.phase_step >= self.phase_steps or reached
+        return self._left <= 0 or reached
 
     @property
     def at_end(self) -> bool:
@@ -353,7 +382,7 @@ class Run:
         state = self.state
         self.sampler.rollback()
         self.log.start()
-        self.progress.begin(state.phase, state.phase_step + 1, self.phase_steps)
+        self.progress.begin(state.phase, state.phase_step + 1, self._length)
         with span("step", step=state.step + 1), self.store.scope():
             yield
             self.log.flush()
@@ -371,11 +400,11 @@ class Run:
         if state.phase == VALUES:  # the policy does not change in it
             return False
         every = self.recipe.supervised.check_every if is_supervised(state.phase) else self.recipe.run.eval_every
-        return state.phase_step >= self.phase_steps or bool(every and state.phase_step % every == 0)
+        return self._left <= 0 or bool(every and state.phase_step % every == 0)
 
     def _commit(self) -> None:
         state = self.state
-        record = self.log.commit(self.phase_steps)
+        record = self.log.commit(self._length)
         if state.phase_step == 1:
             self._report_compile_time()
         for step, measured in self.evaluator.results().items():

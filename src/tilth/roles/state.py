@@ -329,12 +329,14 @@ class Learner(Stateful):
                 read_state(path, {name: self.groups()[name]}, self.sharded)
 
     @transfer(split="all", gather="first", reads=True)
-    def tune(self, lr: float, total_steps: int) -> None:
-        """Continue a phase with this peak learning rate and length of schedule; state and position stay.
+    def tune(self, lr: float, total_steps: int, share: float = 1.0) -> None:
+        """Continue a phase with this peak learning rate, length of schedule and share of the recipe's batch
+        (``TrainEngine.tune``); state and position stay.
 
-        It only reads: both are the recipe's, and are told again to a role that has loaded its state.
+        It only reads: all are those of the recipe and its workers, and are told again to a role that has loaded its
+        state.
         """
-        self.engine.peak_lr, self.engine.total_steps = lr, total_steps
+        self.engine.tune(lr, total_steps, share)
 
     @transfer(split="all", gather="first", reads=True)
     def position(self) -> dict[str, float]:

@@ -31,7 +31,7 @@ from tilth.parallel.comm import Members, is_fsdp, lent
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
 from tilth.parallel.ring import RingPlan, pass_around
-from tilth.parallel.sharded import ShardedModel
+from tilth.parallel.sharded import ShardedModel, squares_of
 from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan, RowTable, plan_rows
 from tilth.plan.layout import tp_part
 from tilth.plan.offload import OffloadLimits
@@ -40,7 +40,7 @@ from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, correct_
 from tilth.training.noise import WEIGHT, NoiseScale
-from tilth.training.optim import Average, Optimizers, layer_norms, lr_factor, matrices_of
+from tilth.training.optim import Average, BatchScale, Optimizers, layer_norms, lr_factor, matrices_of
 from tilth.training.packed import (
     MicroBatch,
     Scored,
@@ -65,7 +65,8 @@ BROKEN = 2.0**32
 """More than there are ranks."""
 
 POSITION = ("steps", "updates", "peak_lr", "total_steps")
-"""Step in the phase's schedule, optimizer steps of all phases (they number the dropout masks), and the schedule."""
+"""Step in the phase's schedule (in batches of the recipe), optimizer steps of all phases (they number the dropout
+masks), and the schedule."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,9 @@ class TrainEngine:
         self.section = optimizer
         parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 or model.config.num_experts else None
         learned = self.sharded.divide_updates(matrices_of(optimizer, model.table, self.sharded.layouts))
-        squares = self.sharded.squares
+        squares = self.sharded.squares if self.sharded.updates or self.grid.mesh.count(*MODEL) > 1 else squares_of
         self.optimizers = Optimizers(learned, optimizer, model.table, self.sharded.updates or parts, squares)
+        self.batch = BatchScale(optimizer.ramp_steps, self.optimizers.linear)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self._watches_layers = "layer_norms" in watch
@@ -186,7 +188,8 @@ class TrainEngine:
         """Steps that were left out since someone took this list: what was not finite, and which rows."""
         self._tokens = np.zeros(2)
         """Of this rank's rows, and how many of them it has computed, since gradients were dropped."""
-        self._left_out = self.steps = self.updates = 0
+        self._left_out = self.updates = 0
+        self.steps: float = 0
         self.before_update: Callable[[], None] = lambda: None
         self.after_update: Callable[[UpdateResult], None] = lambda _: None
         """Called before each optimizer step, and after it."""
@@ -215,10 +218,20 @@ class TrainEngine:
         if self.noise is not None:
             self.noise.begin()
         self.peak_lr, self.total_steps, self.steps = peak_lr, total_steps, 0
+        self.batch.restore({})
+
+    def tune(self, peak_lr: float, total_steps: int, share: float = 1.0) -> None:
+        """Go on with this peak learning rate and length of the schedule. share: number of samples of a step over that
+        of the recipe, by which the learning rate and progress in the schedule go (``BatchScale``)."""
+        self.peak_lr, self.total_steps = peak_lr, total_steps
+        self.batch.change(share, self.updates)
+        if not self.steps:
+            self.batch.before = share
 
     def position(self) -> dict[str, float]:
         """Return everything but tensors that a resume must restore."""
-        return {name: getattr(self, name) for name in POSITION} | (self.noise.position() if self.noise else {})
+        found = {name: getattr(self, name) for name in POSITION} | self.batch.position()
+        return found | (self.noise.position() if self.noise else {})
 
     def restore(self, position: Mapping[str, float]) -> None:
         """Restore what ``position`` returned, and forget a step that was not completed."""
@@ -228,13 +241,16 @@ class TrainEngine:
         for name in POSITION:
             setattr(self, name, position[name])
         self.sharded.gradients.reducer.begin(self.updates)
+        self.batch.restore(position)
         if self.noise is not None:
             self.noise.restore(position)
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self.peak_lr * lr_factor(self.section.schedule, self.steps, self.total_steps, self.section.warmup_steps)
+        section, scale = self.section, self.batch.factor(self.updates)
+        length = self.total_steps, section.warmup_steps, section.plateau_steps
+        return self.peak_lr * lr_factor(section.schedule, self.steps, *length) * scale
 
     def update(
         self,
@@ -490,6 +506,9 @@ class TrainEngine:
                 self._leave_out(loss, norm, named)
             if finite and learn:
                 self._left_out = 0
+                if (factor := self.batch.factor(self.updates)) != self.batch.used:
+                    self.optimizers.rescale(factor / self.batch.used)
+                    self.batch.used = factor
                 self.sharded.gradients.reducer.prepare()
                 self.optimizers.step(lr)
                 if loads is not None and self.experts.correction:
@@ -498,7 +517,7 @@ class TrainEngine:
                 watched |= self._noise_scale(norm, sequences)
                 metrics |= {name: Metric(value, 1, "mean") for name, value in watched.items()}
         self.sharded.gradients.reducer.settle(finite and learn)
-        self.steps += 1
+        self.steps += 1 if self.batch.share == 1 else self.batch.share
         self.updates += 1
         return UpdateResult(
             loss, norm, lr, metrics=metrics, skipped=not (finite and learn), not_finite=not finite, **passed.amounts

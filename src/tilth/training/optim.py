@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -272,6 +273,20 @@ class Optimizers:
                     f"{own.title} keeps {unknown[0]!r}; name it in state={(*named, *unknown)}", key=f"{own.name}.state"
                 )
 
+    @property
+    def linear(self) -> bool:
+        """True if the learning rate of a batch n times as large is n times as high, not its root: without adaptive
+        denominators, as in ``torch.optim.SGD`` and optimizers with an attribute ``linear``."""
+        return all(isinstance(one, torch.optim.SGD) or getattr(one, "linear", False) for one, _ in self._parts)
+
+    @torch.no_grad()
+    def rescale(self, ratio: float) -> None:
+        """Correct momentum with a factor of the learning rate, which an optimizer names as ``rate_inside``, for a rate
+        that is ``ratio`` times that of the last step (arXiv 1706.02677)."""
+        for optimizer, _ in self._parts:
+            for kind in getattr(optimizer, "rate_inside", ()):
+                torch._foreach_mul_([state[kind] for state in optimizer.state.values()], ratio)
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for p in self.parameters.values():
@@ -296,27 +311,76 @@ class Optimizers:
         return value
 
 
-Kind = Literal["constant", "linear", "cosine", "wsd"]
+Kind = Literal["constant", "linear", "cosine", "wsd", "plateau"]
 DECAY_SHARE = 0.2
 """Share of all steps in which 'wsd' (warm-up, stable, decay; arXiv 2404.06395) falls linearly to zero."""
 
 
-def lr_factor(kind: Kind, step: int, total: int, warmup: int) -> float:
-    """Return the factor on the peak learning rate for step 0 .. total - 1.
+def lr_factor(kind: Kind, step: float, total: int, warmup: int, plateau: int = 0) -> float:
+    """Return the factor on the peak learning rate for step 0 .. total - 1; between two of them where a batch is not
+    that of the recipe.
 
     The first ``warmup`` steps rise linearly to 1 (step 0 is 1 / warmup, never 0); then 'constant' stays, 'linear' and
-    'cosine' fall to 0 just after the last step, 'wsd' stays and falls linearly over the last fifth of all steps.
+    'cosine' fall to 0 just after the last step, 'wsd' stays and falls linearly over the last fifth of all steps,
+    'plateau' (LANS, arXiv 2006.13484) stays for ``plateau`` steps and falls linearly to 0.
     """
     if step < warmup:
-        return (step + 1) / warmup
+        return min(1.0, (step + 1) / warmup)
     left = (total - step) / max(total - warmup, 1)
     if kind == "linear":
         return max(left, 0.0)
     if kind == "cosine":
         return 0.5 * (1 + math.cos(math.pi * (1 - max(left, 0.0))))
+    if kind == "plateau":
+        return min(1.0, max((total - step) / max(total - warmup - plateau, 1), 0.0))
     if kind == "wsd":
         return min(1.0, max((total - step) / max(DECAY_SHARE * total, 1), 0.0))
     return 1.0
+
+
+@dataclass
+class BatchScale:
+    """Factor on the learning rate for batches of another size than the recipe's (Dynamic SGD, arXiv 1904.12043).
+
+    A larger batch raises it linearly over ``ramp`` steps, a smaller one lowers it at once: its gradient is noisier.
+    """
+
+    ramp: int
+    linear: bool
+    """True: the factor is that of the batch (SGD); False: its root (optimizers that divide by second moments)."""
+    share: float = 1.0
+    """Batch over that of the recipe."""
+    before: float = 1.0
+    """Share at which the learning rate was where it changed."""
+    since: float = 0
+    """Optimizer step of the change."""
+    used: float = 1.0
+    """Factor of the last step."""
+
+    def change(self, share: float, now: float) -> None:
+        """Go on with this share from optimizer step ``now``; within a ramp from where it is."""
+        if share != self.share:
+            self.before, self.share, self.since = self._at(now), share, now
+
+    def _at(self, now: float) -> float:
+        """Return the share that the learning rate is for."""
+        if self.share <= self.before or not self.ramp:
+            return self.share
+        return self.before + (self.share - self.before) * min(1.0, (now - self.since) / self.ramp)
+
+    def factor(self, now: float) -> float:
+        """Return the factor of optimizer step ``now``."""
+        return self._at(now) if self.linear else math.sqrt(self._at(now))
+
+    def position(self) -> dict[str, float]:
+        """Return what a resume must restore; nothing before the first change."""
+        kept = {f"batch/{name}": getattr(self, name) for name in ("share", "before", "since", "used")}
+        return {} if self.share == self.before == self.used == 1 else kept
+
+    def restore(self, position: Mapping[str, float]) -> None:
+        """Restore what ``position`` returned."""
+        for name, start in (("share", 1.0), ("before", 1.0), ("since", 0), ("used", 1.0)):
+            setattr(self, name, position.get(f"batch/{name}", start))
 
 
 class Average:

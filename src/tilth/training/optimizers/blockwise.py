@@ -2,7 +2,7 @@
 (arXiv 1708.03888), LAMB (1904.00962), LANS (2006.13484).
 
 A block is a parameter; a stack of experts is one. Ranks may have parts of it: norms are those of the whole, from two
-collectives a step at most. Tensors are computed with in slices that stay in a cache, so that scratch is small.
+collectives a step at most. Tensors are computed with in slices that stay in a cache. Gradients are overwritten.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilth.config.schema import OptimizerConfig as OptimizerSection
+from tilth.parallel.sharded import squares_of
 from tilth.plan.rules import Table
 from tilth.training.optimizers import Squares, decay_groups
 
@@ -20,7 +21,7 @@ EPS = 1e-6
 """Of LANS and LAMB; for second moments and norms of gradients."""
 TRUST = 1e-3
 """LARS coefficient, the trust in a layer's ratio (its eta)."""
-ON_CPU, ON_GPU = 2**18, 2**23
+ON_CPU, ON_GPU = 2**17, 2**23
 """Elements of a slice."""
 
 
@@ -57,6 +58,26 @@ class Blockwise(torch.optim.Optimizer):
         self._names = {p: name for name, p in named.items()}
         self._squares = squares
 
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Run one update; a collective call of the replica if ranks have parts of blocks."""
+        blocks = self._blocks()
+        torch._foreach_add_([block.state["step"] for block in blocks], 1)
+        if self._squares is not squares_of:
+            self._update(blocks)
+            return
+        some, size = list[Block](), 0
+        for block in blocks:  # each while it is in a cache
+            some, size = [*some, block], size + block.p.numel()
+            if size >= (ON_CPU if block.p.device.type == "cpu" else ON_GPU):
+                self._update(some)
+                some, size = [], 0
+        self._update(some)
+
+    def _update(self, blocks: Sequence[Block]) -> None:
+        """Change blocks and their state."""
+        raise NotImplementedError
+
     def _blocks(self) -> list[Block]:
         """Return the blocks that have a gradient."""
         found = []
@@ -84,7 +105,8 @@ def slices(rows: Sequence[Sequence[Tensor]]) -> Iterator[tuple[list[int], list[l
     numbers, group, size = list[int](), list[Sequence[Tensor]](), 0
     for number, alike in enumerate(rows):
         numel, most = alike[0].numel(), ON_CPU if alike[0].device.type == "cpu" else ON_GPU
-        length = max(1, most * len(alike[0]) // numel) if numel > most else 0
+        whole = numel <= most or not all(tensor.is_contiguous() for tensor in alike)
+        length = 0 if whole else max(1, most * len(alike[0]) // numel)
         for parts in zip(*(tensor.split(length) for tensor in alike)) if length else (alike,):
             numbers.append(number)
             group.append(parts)
@@ -107,51 +129,54 @@ class LAMB(Blockwise):
     normalises = looks_ahead = False
     """Of LANS."""
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Run one update; a collective call of the replica."""
-        group, blocks = self.param_groups[0], self._blocks()
+    def _update(self, blocks: Sequence[Block]) -> None:
+        group = self.param_groups[0]
         lr, (b1, b2), eps = group["lr"], group["betas"], group["eps"]
-        torch._foreach_add_([block.state["step"] for block in blocks], 1)
-        steps = torch.stack([block.state["step"] for block in blocks]).tolist() if blocks else []
-        weights, grads = [block.p for block in blocks], [block.grad for block in blocks]
-        phi, *rest = self._norms(blocks, weights, *([grads] if self.normalises else []))
-        unit = [1 / (norm + eps) if norm else 1.0 for norm in rest[0]] if rest else [1.0] * len(blocks)
-        root = [math.sqrt(1 - b2**t) for t in steps]
-        ahead = [own / (1 - b1**t) for own, t in zip(root, steps)]
-        now = [own * scale for own, scale in zip(root, unit)]
-        decay, least = [block.decay for block in blocks], [eps * own for own in root]
-        rows = [(block.p, block.grad, *(block.state[name] for name in self.moments)) for block in blocks]
+        steps, grads = [block.state["step"] for block in blocks], [block.grad for block in blocks]
+        phi, *of_grads = self._norms(blocks, [b.p for b in blocks], *([grads] if self.normalises else []))
+        unit = [1 / (norm + eps) if norm else 1.0 for norm in of_grads[0]] if of_grads else []
+        root = [math.sqrt(1 - b2**t) for t in (torch.stack(steps).tolist() if steps else [])]
+        decay = [block.decay for block in blocks]
+        moved = [torch.empty_like(block.p) for block in blocks]
+        rows = [(b.p, b.grad, r, *(b.state[name] for name in self.moments)) for b, r in zip(blocks, moved)]
 
-        found, of_m, of_g = list[int](), list[Tensor](), list[Tensor]()
-        for at, (p, grad, m, v) in slices(rows):
-            g = torch._foreach_mul(grad, _of(unit, at)) if self.normalises else grad
-            torch._foreach_lerp_(m, g, 1 - b1)
-            torch._foreach_mul_(v, b2)
-            torch._foreach_addcmul_(v, g, g, 1 - b2)
-            under = _denominators(v, _of(least, at))
-            found += at
-            of_m += _lengths(p, m, under, _of(decay, at), _of(ahead, at))
-            of_g += _lengths(p, grad, under, _of(decay, at), _of(now, at)) if self.looks_ahead else ()
-        sums = [_sums(found, norms, len(blocks)) for norms in ((of_m, of_g) if self.looks_ahead else (of_m,))]
+        numbers, of_r, of_c = list[int](), list[Tensor](), list[Tensor]()
+        for at, (p, g, r, m, v) in slices(rows):
+            numbers += at
+            if self.normalises:
+                torch._foreach_mul_(g, _of(unit, at))
+            torch._foreach_zero_(r)
+            torch._fused_adamw_(  # moments, and r += their quotient
+                r, g, m, v, [], [steps[i] for i in at], lr=-1.0, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+            of_r += _squares(r, p, _of(decay, at))
+            if self.looks_ahead:
+                under = torch._foreach_sqrt(v)
+                torch._foreach_div_(under, _of(root, at))
+                torch._foreach_add_(under, eps)
+                torch._foreach_div_(g, under)
+                of_c += _squares(g, p, _of(decay, at))
+        sums = [_sums(numbers, squares, len(blocks)) for squares in ((of_r, of_c) if self.looks_ahead else (of_r,))]
         ratios = [
             [_ratio(x, r) if one.trusted else 1.0 for one, x, r in zip(blocks, phi, norms)]
             for norms in self._norms(blocks, *sums)
         ]
         share = b1 if self.looks_ahead else 1.0
-        old, new = [share * a for a in ratios[0]], [(1 - share) * a for a in ratios[-1]]
+        old, new = [lr * share * a for a in ratios[0]], [lr * (1 - share) * a for a in ratios[-1]]
 
-        kept = [1 - lr * own * (a + b) for own, a, b in zip(decay, old, new)]
-        for at, (p, grad, m, v) in slices(rows):
-            under = _denominators(v, _of(least, at))
+        kept = [1 - own * (a + b) for own, a, b in zip(decay, old, new)]
+        for at, (p, g, r, *_) in slices(rows):
             torch._foreach_mul_(p, _of(kept, at))
-            torch._foreach_addcdiv_(p, m, under, [-lr * old[i] * ahead[i] for i in at])
+            torch._foreach_mul_(r, _of(old, at))
+            torch._foreach_sub_(p, r)
             if self.looks_ahead:
-                torch._foreach_addcdiv_(p, grad, under, [-lr * new[i] * now[i] for i in at])
+                torch._foreach_mul_(g, _of(new, at))
+                torch._foreach_sub_(p, g)
 
 
 class LANS(LAMB):
-    """LANS: x -= lr (b1 ||x|| / ||r|| r + (1 - b1) ||x|| / ||c|| c), with r as of LAMB, c = g / (sqrt(v) + eps) + decay x
+    """LANS: x -= lr (b1 ||x|| / ||r|| r + (1 - b1) ||x|| / ||c|| c), with r of LAMB, c = g / (sqrt(v) + eps) + decay x,
     and g the gradient of the block over its norm.
 
     As in the authors' code, norms and biases do not decay, and have ratios. The scale of a gradient does not matter, so
@@ -169,13 +194,13 @@ class LARS(Blockwise):
     As in the paper, norms and biases have ratios too; without a norm it is 1.
     """
 
+    linear = True
+    """The learning rate of a batch n times as large is n times as high."""
     rate_inside = ("velocity",)
     """State with a factor of the learning rate."""
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Run one update; a collective call of the replica."""
-        group, blocks = self.param_groups[0], self._blocks()
+    def _update(self, blocks: Sequence[Block]) -> None:
+        group = self.param_groups[0]
         lr, momentum, decay = group["lr"] * TRUST, group["betas"][0], [block.decay for block in blocks]
         phi, norms = self._norms(blocks, [block.p for block in blocks], [block.grad for block in blocks])
         rates = [lr * _ratio(x, g + own * x) for x, g, own in zip(phi, norms, decay)]
@@ -192,18 +217,14 @@ def _of(values: Sequence[float], at: Sequence[int]) -> list[float]:
     return [values[i] for i in at]
 
 
-def _lengths(
-    p: list[Tensor], direction: list[Tensor], under: list[Tensor], decay: list[float], scale: list[float]
-) -> Sequence[Tensor]:
-    """Return the norms of scale direction / under + decay p."""
-    moved = torch._foreach_mul(p, decay)
-    torch._foreach_addcdiv_(moved, direction, under, scale)
-    return torch._foreach_norm(moved)
-
-
-def _denominators(v: list[Tensor], least: list[float]) -> list[Tensor]:
-    found = list(torch._foreach_sqrt(v))
-    torch._foreach_add_(found, least)
+def _squares(directions: list[Tensor], weights: list[Tensor], decay: list[float]) -> list[Tensor]:
+    """Return the squared norms of directions + decay weights, float64 [] each."""
+    found = []
+    for moved, x, own in zip((d.reshape(-1) for d in directions), (w.reshape(-1) for w in weights), decay):
+        square = torch.dot(moved, moved).double()
+        if own:
+            square += torch.dot(moved, x).double() * (2 * own) + torch.dot(x, x).double() * own**2
+        found.append(square)
     return found
 
 
@@ -212,9 +233,9 @@ def _ratio(weights: float, step: float) -> float:
     return weights / step if weights and step else 1.0
 
 
-def _sums(numbers: Sequence[int], norms: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Return the norms of blocks, float64 [] each, from those of their slices."""
-    squares = torch.stack(list(norms)).double().square()
+def _sums(numbers: Sequence[int], of_slices: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return the norms of blocks, float64 [] each, from the squared norms of their slices."""
+    squares = torch.stack(list(of_slices)).clamp(min=0)
     whole = torch.zeros(count, dtype=torch.float64, device=squares.device)
     index = torch.tensor(numbers, dtype=torch.int64, device=squares.device)
     return list(whole.index_add_(0, index, squares).sqrt().unbind())
