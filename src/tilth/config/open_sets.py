@@ -35,7 +35,7 @@ OPTIMIZERS = {
     "lars": OptimizerSpec(("velocity",), made="tilth.training.optimizers.blockwise:LARS"),
     "adaalter": OptimizerSpec(("accumulated", "denominator"), made="tilth.training.optimizers.adaalter:AdaAlter"),
 }
-"""Optimizers by name; plugins add to it. State of another meaning has another name: ``model.optimizer`` goes by names."""
+"""Optimizers by name; plugins add to it. State of another meaning has another name: a run loads it by name."""
 
 
 def optimizer_states(name: str) -> set[str]:

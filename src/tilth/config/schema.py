@@ -484,7 +484,7 @@ class OptimizerConfig(Section):
     name: Annotated[str, OneOf(lambda: OPTIMIZERS, "optimizer"), Fixed("its optimizer's state is of this kind")] = (
         Field(
             "adamw",
-            description="muon: block matrices by Muon, the rest by AdamW; lans, lamb, lars: for large batches; adaalter: "
+            description="muon: block matrices by Muon, the rest by AdamW; lans, lamb, lars: large batches; adaalter: "
             "AdaGrad; or a plugin's",
         )
     )
@@ -501,7 +501,7 @@ class OptimizerConfig(Section):
     plateau_steps: Count = Field(0, description="plateau: steps at the peak after the warm-up")
     ramp_steps: Count = Field(
         0,
-        description='guard.batch = "scale": steps in which the learning rate rises to that of a larger batch; 0: at once',
+        description='guard.batch = "scale": steps in which the learning rate rises to that of a larger batch',
     )
     warmup_steps: Count = Field(0, description="steps of linear warm-up to the peak")
     clip_norm: Rate = Field(1.0, description="maximum global gradient norm; 0: no clipping")

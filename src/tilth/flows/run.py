@@ -158,7 +158,7 @@ class Run:
         self.policy.tune(lr, self._updates(phase, steps), share)
         if share != 1:
             self.say(
-                f"steps have {self._batch} samples and not {self.recipe.supervised.batch}, as workers have changed"
+                f"a step has {self._batch} samples now, in proportion to the workers that divide them (guard.batch)"
             )
         if self._trains_critic(phase):
             self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))

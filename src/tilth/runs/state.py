@@ -52,10 +52,6 @@ class RunState:
     step: int = 0
     phase: str = ""
     phase_step: int = 0
-    more_samples: int = 0
-    """Samples of the phase's steps beyond the recipe's batch for each (``guard.batch``)."""
-    ranks: int = 0
-    """Ranks that divide a batch where the run began, which the recipe's batch is for; 0: batches do not change."""
     finished: list[str] = field(default_factory=list)
     optimizer_steps: int = 0
     version: int = 0
@@ -95,6 +91,10 @@ class RunState:
     """Consecutive steps without a learning signal (``step_log.counted``)."""
     weights: dict[str, float] = field(default_factory=dict)
     """Key of [algorithm] -> current value of an adapted weight, with what its adaptation depends on."""
+    more_samples: int = 0
+    """Samples of the phase's steps beyond the recipe's batch for each (``guard.batch``)."""
+    ranks: int = 0
+    """Ranks that divide a batch where the run began, which the recipe's batch is for; 0: batches do not change."""
 
     def __post_init__(self) -> None:
         """Read the sets of ids, which JSON holds as lists."""
