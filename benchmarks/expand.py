@@ -7,9 +7,10 @@ A small model reads N steps of text; then each row trains a model of the large s
 and one peak learning rate on a cosine. Full: 1.0M parameters become 6.4M, by tilth.models.expand.
 
 - from scratch: a new model, N steps.
-- expanded: half the steps, the faster schedule of the paper; slow schedule: all N steps.
-- equal copies: expanded, with halves of the weights that nothing tells apart.
-- zero padding: the small model in a corner; what reads new channels, heads and units is zero, or they are.
+- expanded: two thirds of the steps, as the paper's language model; half the steps; slow schedule: N.
+- equal copies: half the steps, with copies of the weights that nothing tells apart.
+- zero padding: half the steps; the small model in a corner, and what reads new heads and units, or writes to new
+  channels, is zero.
 
 Columns: loss of held-out text (nats a byte) at the start and at the end; the compute until the loss is that of the end
 of "from scratch", by FLOPs of forward and backward passes (interpolated between evaluations), and what it saves of the
@@ -53,7 +54,10 @@ SHAPES: dict[str, tuple[DecoderConfig, Sizes]] = {
     ),
 }
 """The small model, and the sizes it grows to: 2 copies of the residual stream, and new channels behind them."""
-ROWS = {"from scratch": 1.0, "expanded": 0.5, "slow schedule": 1.0, "equal copies": 0.5, "zero padding": 0.5}
+ROWS = {
+    "from scratch": 1.0, "expanded": 2 / 3, "half the steps": 0.5, "equal copies": 0.5, "zero padding": 0.5,
+    "slow schedule": 1.0,
+}  # fmt: skip
 """Name -> share of the steps."""
 LENGTH, BATCH, HELD = 128, 16, 32
 """Bytes of a sequence; sequences of a step, and held out."""
