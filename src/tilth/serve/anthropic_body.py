@@ -54,7 +54,7 @@ Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
 class ToolResultBlock(Block):
-    """What a tool has returned. is_error: read, and does nothing: the content says it."""
+    """Result of a tool. is_error: read, and does nothing: the content says it."""
 
     type: Literal["tool_result"]
     tool_use_id: Words
@@ -129,7 +129,7 @@ class RequestMetadata(Body):
     user_id: str | None = None
 
 
-class PromptBody(ModelBody):
+class CountBody(ModelBody):
     """Body of ``/v1/messages/count_tokens``: the fields that make the prompt."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -145,7 +145,7 @@ class PromptBody(ModelBody):
     cache_control: Any = None
 
     @model_validator(mode="after")
-    def _asks(self) -> "PromptBody":
+    def _asks(self) -> "CountBody":
         if self.messages[-1].role == "assistant":
             message = "the last message is the assistant's, which this server does not go on with; end with the user's"
             raise wrong("messages", message)
@@ -187,7 +187,7 @@ class PromptBody(ModelBody):
                 yield _said(message.role, message.content)
 
 
-class MessagesBody(PromptBody, DrawnBody):
+class MessagesBody(CountBody, DrawnBody):
     """Body of ``/v1/messages``. return_token_ids: as in a chat completion, which is vLLM's."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=INT64)]

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from tilth.engines.client import EngineClient
 from tilth.engines.request import TextScores
 from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, in_one
-from tilth.serve.anthropic_body import PromptBody
+from tilth.serve.anthropic_body import CountBody
 from tilth.serve.app import event_stream, unless_gone
 from tilth.serve.choices import ChatChoice, TextChoice, called_schema, hears_calls
 from tilth.serve.dialects import DIALECTS, Dialect, Form, PlainForm, add_turns
@@ -114,7 +114,7 @@ class OpenAI:
 
     async def count_tokens(self, request: HttpRequest) -> Response:
         """Return the number of tokens of a prompt, Anthropic's."""
-        dialect = DIALECTS["/v1/messages"]._replace(body=PromptBody)
+        dialect = DIALECTS["/v1/messages"]._replace(body=CountBody)
         _, body = dialect.read(await request.body())
         with dialect.renaming():
             return JSONResponse({"input_tokens": len(await self._prompt(request, body))})
