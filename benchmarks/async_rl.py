@@ -75,7 +75,7 @@ def recipe(
         plugin.write_text(f"from async_engine import pace_native\n\npace_native({pace})\n")
         rollout |= tails
     elif paced:
-        rollout |= {"engine": "paced", "options": {**pace, "log": folder}}
+        rollout |= {"engine": "paced", "options": {**(pace or {}), "log": folder}}
     rollout |= {"buffer": BUFFER} if staleness == "free" else {}
     return from_dict(
         {

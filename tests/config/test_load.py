@@ -195,14 +195,16 @@ def test_override_of_a_value_as_a_section():
         ),
         (
             "optimizer.name=7",
-            "optimizer.name = '7' is not one of adamw, muon, lans, lamb, lars, adaalter; a plugin declares another with @tilth.optimizer",
+            "optimizer.name = '7' is not one of adamw, muon, lans, lamb, lars, adaalter; "
+            "a plugin declares another with @tilth.optimizer",
         ),
         ("model.tied=1", "model.tied = 1 is not true or false"),
         ("rollout.stop=x", """rollout.stop = 'x' is not a list of texts, written '["a", "b"]'"""),
         ("rollout.stop=[1]", """rollout.stop = 1 is not a list of texts, written '["a", "b"]'"""),
         (
             "run.track=[wandb]",
-            """run.track = '[wandb]' is not a list of tensorboard, wandb, written '["tensorboard"]'; """
+            "run.track = '[wandb]' is not a list of tensorboard, wandb, mlflow, trackio, "
+            """written '["tensorboard"]'; """
             "a plugin declares another with @tilth.tracker",
         ),
         ("model=3", "model = 3 is not a section; its keys are written model.KEY"),

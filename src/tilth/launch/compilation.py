@@ -36,25 +36,25 @@ KEY = "compile"
 """Field of run.json: True or False, once a run has decided."""
 
 
-class Choice(NamedTuple):
-    """What a run does, and a line that says why."""
+class CompileChoice(NamedTuple):
+    """Decision of a run, and a line that says why."""
 
     compiled: bool
     why: str
 
 
-def choose(recipe: Recipe, config: DecoderConfig, plan: RunPlan, known: bool | None) -> Choice:
+def choose(recipe: Recipe, config: DecoderConfig, plan: RunPlan, known: bool | None) -> CompileChoice:
     """Decide for a run whose device is resolved. known: what the run has decided before, if it goes on."""
     if known is not None:
-        return Choice(known, f"{_does(known)}, as this run began")
+        return CompileChoice(known, f"{_does(known)}, as this run began")
     if reason := _impossible(recipe):
-        return Choice(False, f"eager: {reason}")
+        return CompileChoice(False, f"eager: {reason}")
     seconds, cost = training_seconds(recipe, plan), measured_seconds(recipe, config)
     saved, source = SAVED * seconds, "measured" if cost is not None else "at most"
     cost = COLD if cost is None else cost
     pays = saved > cost
     gain = f"about {saved:.3g} of {seconds:.3g} s of training to save"
-    return Choice(pays, f"{_does(pays)}: {gain}, compiling takes {cost:.3g} s ({source})")
+    return CompileChoice(pays, f"{_does(pays)}: {gain}, compiling takes {cost:.3g} s ({source})")
 
 
 def _does(compiled: bool) -> str:

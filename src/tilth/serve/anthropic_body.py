@@ -20,7 +20,7 @@ FIELDS = {
 """Field of a chat completion -> field of a message, which has other parts."""
 
 
-class Block(Body):
+class ContentBlock(Body):
     """Base of the blocks of a message. cache_control: read, and does nothing."""
 
     cache_control: Any = None
@@ -32,7 +32,7 @@ class Block(Body):
         return {k: v for k, v in block.items() if v is not None} if isinstance(block, dict) else block
 
 
-class TextBlock(Block):
+class TextBlock(ContentBlock):
     """Text."""
 
     type: Literal["text"]
@@ -40,7 +40,7 @@ class TextBlock(Block):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(ContentBlock):
     """A call in a message of the assistant."""
 
     type: Literal["tool_use"]
@@ -53,7 +53,7 @@ class ToolUseBlock(Block):
 Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(ContentBlock):
     """Result of a tool. is_error: read, and does nothing: the content says it."""
 
     type: Literal["tool_result"]
