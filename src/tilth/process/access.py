@@ -67,7 +67,7 @@ def refusal(
         return _elsewhere(headers)
     if hmac.compare_digest(given or token_of(headers), token):
         return None
-    return Refusal(401, "the token is missing or wrong: Authorization: Bearer TOKEN or x-api-key", code="invalid_api_key")
+    return Refusal(401, "the token is missing or wrong: Authorization: Bearer TOKEN, x-api-key", code="invalid_api_key")
 
 
 def token_of(headers: Mapping[str, bytes]) -> bytes:
