@@ -68,7 +68,7 @@ class World:
 
     @cached_property
     def config(self) -> DecoderConfig:
-        width = max(64, self.mesh.size("dp", "tp"))  # so that updates divide, as those of the real model do
+        width = max(128, self.mesh.size("dp", "tp"))  # so that updates divide, as those of the real model do
         shape: dict[str, Any] = {"vocab_size": width, "hidden_size": width, "intermediate_size": width}
         if self.real is not None and self.real.shape.num_experts:
             layers = tuple(range(self.layers))
@@ -223,7 +223,8 @@ def hybrid(name: str, gpus: int, gangs: tuple[int, ...] = (8, 4, 2)) -> World:
     shape = new_config(ModelConfig(**of_recipe, ffn=model.ffn, context=longest, **experts), 32_000)
     real = Real(shape, longest, jobs.CAPACITY, DEVICES["h800"])
     sizes = {"pp": model.pp, "hdp": gpus // (model.tp * model.pp), "tp": model.tp}
-    return World(sizes, {"sp": True}, layers=max(2, model.pp), gangs=gangs, real=real)
+    rounds = 4 if experts else 2  # gradients of routers, which no formula has, are few beside more tokens
+    return World(sizes, {"sp": True}, layers=max(2, model.pp), gangs=gangs, rounds=rounds, real=real)
 
 
 BYTESCALE = ("7B", "13B", "30B", "70B", "8x7B", "141B")
