@@ -16,6 +16,8 @@ rank, and AdaGrad or AdaAlter at one rate. Columns:
   processor, and nothing overlaps.
 - code: processor time of a step of one rank without the bucket, more than the exact row (ms).
 
+Rows lans and dynamic (``--only lans``) are those of ``economy_optimizers``.
+
 The figures are of this model alone; --quick: a smaller one, fewer steps and rows.
 """
 
@@ -31,6 +33,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
+from economy_optimizers import STUDIES
 from network_ring import TokenBucket
 from trial import JoinedRole
 
@@ -264,14 +267,17 @@ def main() -> None:
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
     lines = (options.data / "train.jsonl").read_text().splitlines()[: 500 if options.quick else None]
+    shape = options.shape or ("quick" if options.quick else "full")
     problems = [f"{one['question']}\n{one['answer']}" for one in map(json.loads, lines)]
     problems = [text.encode("ascii", "ignore").decode() for text in problems]
+    if options.only in STUDIES:
+        write_rows(options.json, STUDIES[options.only](SHAPES[shape], "\n".join(problems), quick=options.quick))
+        return
     texts = {False: "\n".join(problems), True: sorted_by_topic(problems)}
     wanted = [name for name in ROWS if options.only in name and (options.only or not options.quick or name in QUICK)]
     names = [name for name in ROWS if name in {*wanted, *(ROWS[name].beside for name in wanted)}]
     seeds = [int(seed) for seed in (options.seeds or ("0" if options.quick else "0,1,2")).split(",")]
     steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[str, Any]()
-    shape = options.shape or ("quick" if options.quick else "full")
     print(f"{'row':30}        KB    across of exact     loss  spread     worse       ms    code")
     for name in names:
         table.append(found := row(shape, texts[ROWS[name].by_topic], name, steps, seeds, options.lr))
