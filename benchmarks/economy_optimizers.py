@@ -8,6 +8,7 @@ each, the best one is shown; beside it the processor time of an optimizer's step
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def step_seconds(config: DecoderConfig, repeats: int = 7) -> dict[str, float]:
     made: dict[str, Callable[[], Any]] = {"foreach": torch.optim.AdamW(named.values(), foreach=True).step}
     for name in ("adamw", "lamb", "lars", "lans", "adaalter"):
         optimizers = Optimizers(named, OptimizerConfig(name=name, weight_decay=0.01), model.table)
-        made[name] = lambda own=optimizers: own.step(1e-5)
+        made[name] = partial(optimizers.step, 1e-5)
     found: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(repeats):
         for name, step in made.items():
