@@ -1,8 +1,8 @@
 """Published step times of other systems beside what ``plan.search`` predicts for such a step of Tilth.
 
 Nothing is fitted: rates are those of ``plan.devices``, the share of the peak that layers reach included, and a row is
-the published model, batch and layout. ``PublishedStep.apart`` says how it differs from the published run. Tables in fp8 alone are
-left out, as torchtitan's of H200, since Tilth does not compute in it.
+the published model, batch and layout. ``Published.apart`` says how it differs from the published run. Tables in fp8
+alone are left out, as torchtitan's of H200, since Tilth does not compute in it.
 """
 
 from statistics import median
@@ -18,7 +18,7 @@ CHARON = 0.0374
 """Error that Charon (arXiv 2605.17164) publishes for training."""
 
 
-class PublishedStep(NamedTuple):
+class Published(NamedTuple):
     """One published step."""
 
     system: str
@@ -51,42 +51,42 @@ GPT_530B = {"hidden": 20_480, "layers": 105, "heads": 128, "kv_heads": 128, "ffn
 """Two thirds of the published inner width: a gated MLP has three matrices where theirs has two."""
 
 
-def _titan(devices: int, tokens_per_second: float, how: str) -> PublishedStep:
+def _titan(devices: int, tokens_per_second: float, how: str) -> Published:
     layout, batch = f"{{fsdp = {devices}}}", 2 * devices
     keys = _keys(LLAMA_8B, layout, 2 * 8192, f"supervised.batch={batch}", "train.checkpointing=selective")
     source = "pytorch/torchtitan@31a17bfd benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3"
     seconds = 2 * 8192 / tokens_per_second
-    return PublishedStep(f"torchtitan, {how}", "Llama 3.1 8B", "h100", devices, "pretrain", keys, 128_256, 8192, seconds, source,
-               "their H100 has HBM2e and 500 W; they recompute every other product")  # fmt: skip
+    return Published(f"torchtitan, {how}", "Llama 3.1 8B", "h100", devices, "pretrain", keys, 128_256, 8192, seconds,
+                     source, "their H100 has HBM2e and 500 W; they recompute every other product")  # fmt: skip
 
 
-def _megatron(devices: int, batch: int, mfu: float) -> PublishedStep:
+def _megatron(devices: int, batch: int, mfu: float) -> Published:
     """Seconds: those of MegaScale's step at 12,288 devices and 55.2 % MFU, for another MFU and share of the work."""
     seconds = 6.34 * 55.2 / mfu * (batch / 6144) * (12_288 / devices)
     layout = f'{{pp = 8, dp = {devices // 64}, tp = 8, sp = true, zero = 1, pp_schedule = "interleaved"}}'
     keys = _keys(GPT_175B, layout, 2048, f"supervised.batch={batch}")
-    return PublishedStep("Megatron-LM", "GPT 175B", "a100-80g", devices, "pretrain", keys, 64_000, 2048, seconds,
-               "arXiv 2402.15627, table 2", "2 instead of 6 chunks of a stage; gated MLP")  # fmt: skip
+    return Published("Megatron-LM", "GPT 175B", "a100-80g", devices, "pretrain", keys, 64_000, 2048, seconds,
+                     "arXiv 2402.15627, table 2", "2 instead of 6 chunks of a stage; gated MLP")  # fmt: skip
 
 
-def _turing(devices: int, seconds: float) -> PublishedStep:
+def _turing(devices: int, seconds: float) -> Published:
     layout = f"{{pp = 35, dp = {devices // 280}, tp = 8, sp = true, zero = 1}}"
     keys = _keys(GPT_530B, layout, 2048, "supervised.batch=1920", "train.checkpointing=true")
-    return PublishedStep("Megatron-DeepSpeed", "MT-NLG 530B", "a100-80g", devices, "pretrain", keys, 50_272, 2048, seconds,
-               "arXiv 2201.11990, section 2.4, by cli99/llm-analysis@b60b392f examples/megatron-turing-nlg/README.md",
-               "sequence parallelism; gated MLP")  # fmt: skip
+    return Published("Megatron-DeepSpeed", "MT-NLG 530B", "a100-80g", devices, "pretrain", keys, 50_272, 2048, seconds,
+                     "arXiv 2201.11990, section 2.4, by cli99/llm-analysis@b60b392f examples/megatron-turing-nlg/README.md",
+                     "sequence parallelism; gated MLP")  # fmt: skip
 
 
 def _nemo(model: dict[str, int], name: str, devices: int, layout: str, tokens: tuple[int, int, int], seconds: float,
-          *more: str) -> PublishedStep:  # fmt: skip
+          *more: str) -> Published:  # fmt: skip
     """tokens: of the vocabulary, a sequence (their tokens per second over the samples), and of its answer."""
     vocabulary, longest, answer = tokens
     rollout = ("rollout.prompts=64", "rollout.group=32", f"rollout.max_tokens={answer}", "algorithm.minibatches=4",
                "algorithm.kl_coef=0.01", f"reference.layout={layout}")  # fmt: skip
     keys = _keys(model, layout, 4096, *rollout, *more)
-    return PublishedStep("NeMo-RL 0.4", f"{name}, GRPO on policy", "h100", devices, "addition-grpo", keys, vocabulary, longest,
-               seconds, "NVIDIA-NeMo/RL@06beed91 docs/about/performance-summary.md and its recipes",
-               "all answers have the mean length")  # fmt: skip
+    return Published("NeMo-RL 0.4", f"{name}, GRPO on policy", "h100", devices, "addition-grpo", keys, vocabulary,
+                     longest, seconds, "NVIDIA-NeMo/RL@06beed91 docs/about/performance-summary.md and its recipes",
+                     "all answers have the mean length")  # fmt: skip
 
 
 ROWS = (
@@ -107,7 +107,7 @@ ROWS = (
 class Prediction(NamedTuple):
     """A published step beside a predicted one."""
 
-    row: PublishedStep
+    row: Published
     seconds: float
 
     @property
@@ -116,7 +116,7 @@ class Prediction(NamedTuple):
         return self.seconds / self.row.seconds - 1
 
 
-def job(row: PublishedStep) -> SearchInput:
+def job(row: Published) -> SearchInput:
     """Return the published job as what the search predicts."""
     recipe = load_recipe(row.recipe, [*row.keys, f"cluster.workers={row.devices}", f"model.context={row.longest}"])
     shape = new_config(recipe.model, row.vocabulary)
@@ -124,7 +124,7 @@ def job(row: PublishedStep) -> SearchInput:
     return SearchInput(recipe, shape, row.longest, device, row.devices, generates=samples)
 
 
-def predicted(row: PublishedStep) -> Prediction:
+def predicted(row: Published) -> Prediction:
     """Predict a step: the stages of all roles, which take turns on all devices."""
     given = job(row)
     beside = frozenset(given.roles)
