@@ -73,7 +73,7 @@ def _turing(devices: int, seconds: float) -> Published:
     layout = f"{{pp = 35, dp = {devices // 280}, tp = 8, sp = true, zero = 1}}"
     keys = _keys(GPT_530B, layout, 2048, "supervised.batch=1920", "train.checkpointing=true")
     return Published("Megatron-DeepSpeed", "MT-NLG 530B", "a100-80g", devices, "pretrain", keys, 50_272, 2048, seconds,
-                     "arXiv 2201.11990, section 2.4, by cli99/llm-analysis@b60b392f examples/megatron-turing-nlg/README.md",
+                     "arXiv 2201.11990, section 2.4, by cli99/llm-analysis@b60b392f examples/megatron-turing-nlg",
                      "sequence parallelism; gated MLP")  # fmt: skip
 
 
