@@ -73,7 +73,7 @@ def test_its_name_extras_version_and_command():
     assert PROJECT["name"] == DISTRIBUTION == "tilth-train" and PROJECT["version"] == tilth.__version__
     extras = PROJECT["optional-dependencies"]
     own = [name for names in extras.values() for name in names if name.startswith("tilth")]
-    assert own == ["tilth-train[tensorboard,wandb,prometheus,ray,rewards,schema,gymnasium,serve,ui]"]
+    assert own == ["tilth-train[tensorboard,wandb,prometheus,ray,rewards,schema,gymnasium,mcp,serve,ui]"]
     assert {"ray", "wandb"} < set(extras)
     assert PROJECT["scripts"] == {"tilth": "tilth.cli.main:main"}
 

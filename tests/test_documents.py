@@ -29,6 +29,7 @@ from tilth.config import plugins
 from tilth.config.load import check_allowed, from_dict, load_recipe
 from tilth.config.plugins import declared, load_plugins
 from tilth.config.roles import roles_of
+from tilth.launch.sweep import plan_sweep
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
@@ -170,7 +171,11 @@ def parsed(words: list[str]) -> None:
             break
         name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
     if "overrides" in context.params:
-        load_recipe(context.params["name"], context.params["overrides"] or [])
+        overrides = context.params["overrides"] or []
+        if name == "sweep":
+            plan_sweep(context.params["name"], overrides, context.params["seeds"])
+        else:
+            load_recipe(context.params["name"], overrides)
         check_allowed(context.params.get("allow") or [])
 
 
