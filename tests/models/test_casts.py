@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 def test_a_parameter_is_cast_once_in_a_block_and_anew_after_it():
     weight = torch.nn.Parameter(torch.randn(3, 4))
-    with keep_casts():
+    with keep_casts([weight]):
         one, other = cast(weight, BF16), cast(weight, BF16)
         assert one.data_ptr() == other.data_ptr() and torch.equal(one, weight.to(BF16))
         assert cast(weight, torch.float32) is weight
@@ -27,18 +27,34 @@ def test_a_parameter_is_cast_once_in_a_block_and_anew_after_it():
     assert weight.grad.dtype == torch.float32 and torch.equal(weight.grad, again.grad)
     with torch.no_grad():
         weight.add_(1)
-    assert torch.equal(cast(weight, BF16), weight.to(BF16)) and casts._kept is None
-    with keep_casts():
+    assert torch.equal(cast(weight, BF16), weight.to(BF16)) and not casts._kept
+    with keep_casts([weight]):
         assert torch.equal(cast(weight, BF16), weight.to(BF16))
 
 
 def test_what_is_no_parameter_or_frozen_has_no_graph():
     frozen, weight = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.nn.Parameter(torch.ones(2))
-    with keep_casts():
+    with keep_casts([frozen, weight]):
         assert not cast(frozen, BF16).requires_grad and cast(weight * 2, BF16).requires_grad
         with torch.no_grad():
             assert not cast(weight, BF16).requires_grad
         assert cast(weight, BF16).requires_grad
+
+
+def test_a_parameter_of_another_model_is_cast_at_each_use():
+    """An engine in another thread may be given new weights meanwhile."""
+    weight, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    one, two = keep_casts([weight]), keep_casts([other])
+    one.__enter__()
+    before = cast(other, BF16).clone()
+    with torch.no_grad():
+        other.add_(1)
+    assert torch.equal(cast(other, BF16), before + 1)
+    two.__enter__()
+    cast(weight, BF16), cast(other, BF16)
+    one.__exit__(None, None, None)  # blocks of two threads end in any order
+    two.__exit__(None, None, None)
+    assert not casts._kept
 
 
 def learned(monkeypatch, keep, **options):
@@ -48,7 +64,7 @@ def learned(monkeypatch, keep, **options):
     model.checkpointing = checkpointing
     engine = TrainEngine(model, OptimizerConfig(lr=0.01), total_steps=3, micro_tokens=40, **options)
     if not keep:
-        monkeypatch.setattr(engine_room, "keep_casts", lambda: engine_room.nullcontext())
+        monkeypatch.setattr(engine_room, "keep_casts", lambda _: engine_room.nullcontext())
     tokens, mask = batch((30, 20, 40, 25))
     loss = negative_log_likelihood(float(mask.sum()))
     norms = [engine.update(tokens, mask, {}, loss).grad_norm for _ in range(3)]

@@ -1,32 +1,33 @@
 """Weights in the compute dtype: cast at use, or once for all micro-batches between two optimizer steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_kept: dict[nn.Parameter, Tensor] | None = None
-"""Copies by parameter, while they are kept. Of all threads: a device's backward passes run in threads of their own."""
+_kept: dict[nn.Parameter, Tensor | None] = {}
+"""Copies of the parameters of open blocks. Of all threads: a device's backward passes run in threads of their own."""
 
 
 @contextmanager
-def keep_casts() -> Iterator[None]:
-    """Keep what ``cast`` makes of parameters until the block ends. In it no parameter may change, or lie elsewhere."""
-    global _kept
-    before, _kept = _kept, {}
+def keep_casts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Keep what ``cast`` makes of these until the block ends. In it none of them may change, or lie elsewhere."""
+    own = [*parameters]
+    _kept.update(dict.fromkeys(own))
     try:
         yield
     finally:
-        _kept = before
+        for one in own:
+            _kept.pop(one, None)
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight in this dtype. Its gradient is that of ``weight.to(dtype)``, in the weight's own dtype."""
-    if _kept is None or weight.dtype == dtype or not isinstance(weight, nn.Parameter):
+    if weight.dtype == dtype or not isinstance(weight, nn.Parameter) or weight not in _kept:
         return weight.to(dtype)
-    copy = _kept.get(weight)
+    copy = _kept[weight]
     if copy is None or copy.dtype != dtype:
         copy = _kept[weight] = weight.detach().to(dtype)
     found: Tensor = _Cast.apply(weight, copy) if weight.requires_grad and torch.is_grad_enabled() else copy

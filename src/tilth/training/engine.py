@@ -425,7 +425,9 @@ class TrainEngine:
         """Keep weights in the compute dtype for all micro-batches of the block, where a pass keeps all of them anyway,
         and they stay where they are."""
         again = any(part.checkpointing for part in self.sharded.parts)
-        return nullcontext() if self._compiled or again or self._gathers else keep_casts()
+        if self._compiled or again or self._gathers:
+            return nullcontext()
+        return keep_casts(p for part in self.sharded.parts for p in part.parameters())
 
     def _passes(
         self, begin: Iterator[InFlight], micro_batches: int, scorer: Callable[[MicroBatch, Tensor], None], loss: Loss
