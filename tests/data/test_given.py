@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.reading import pair_records
+from tests.data.reading import pair_records, read_records
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
-from tilth.data.formats import read_records, source_files
+from tilth.data.formats import source_files
 from tilth.data.given import placed
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records

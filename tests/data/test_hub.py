@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
+from tests.data.reading import read_records
 from tests.errors import raises
 from tests.flows.test_hub import COMMIT, Hub, close
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
-from tilth.data.formats import is_source, read_records
+from tilth.data.formats import is_source
 from tilth.data.hub import dataset_files
 from tilth.data.prompts import load_source
 
