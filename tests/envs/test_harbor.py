@@ -114,6 +114,14 @@ def test_another_episode_sees_nothing_of_it_and_tests_that_were_written_by_one_a
         made,
         "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 'exit 0' > /tests/test.sh; touch x",
     )
+    call(
+        made,
+        "rm -rf /work/logs; mkdir -p l/verifier; "
+        "echo '{\"reward\": 9}' > l/verifier/reward.json; ln -s /work/app/l /work/logs",
+    )
+    assert made.reward() == {"reward": 0.0}
+    call(made, "rm -rf /work/logs /work/tests; echo x > /work/logs; echo x > /work/tests")
+    assert made.reward() == {"reward": 0.0}
     call(made, "echo 'echo 1 > /logs/verifier/reward.txt; exit' > /work/.begin")
     assert made.reward() == {"reward": 0.0}
     other, _ = episode(tmp_path)
