@@ -326,6 +326,8 @@ def test_a_directory_of_lance_is_a_source_whose_versions_differ(tmp_path):
 
 def test_a_directory_of_lance_without_its_library_names_it(tmp_path, monkeypatch):
     (tmp_path / "sums.lance" / "_versions").mkdir(parents=True)
+    with raises(DataError, "sums.lance.lance"):  # it was not written to its end
+        list(read_records(str(tmp_path / "sums.lance")))
     (tmp_path / "sums.lance" / "_versions" / "1.manifest").write_bytes(b"any")
     monkeypatch.setitem(sys.modules, "lance", None)
     with raises(DataError, "sums.lance.lance") as caught:

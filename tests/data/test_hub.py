@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import threading
 from http.server import ThreadingHTTPServer
 
@@ -83,8 +84,29 @@ def test_what_is_cached_needs_no_network(hub, monkeypatch):
     dataset_files.cache_clear()
     assert dataset_files("hf:org/sums/hard") == before
     dataset_files.cache_clear()
-    with raises(DataError, "hf:org/sums/easy.config"):  # none of it is in the cache
+    with raises(DataError, "hf:org/sums/easy"):  # none of it is in the cache
         dataset_files("hf:org/sums/easy")
+
+
+def test_a_part_of_a_dataset_is_never_taken_for_the_whole(hub, monkeypatch, tmp_path):
+    one, other = dataset_files("hf:org/sums/hard")
+    other.unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    dataset_files.cache_clear()
+    with raises(DataError, "hf:org/sums/hard"):
+        dataset_files("hf:org/sums/hard")
+    (listing,) = (tmp_path / "tilth").iterdir()
+    listing.unlink()  # a download that was broken off has left none
+    with raises(DataError, "hf:org/sums/hard"):
+        dataset_files("hf:org/sums/hard")
+    assert one.exists()
+
+
+def test_another_process_reads_it_by_its_name(hub, monkeypatch):
+    prompts = load_source(DataConfig(source="hf:org/sums/hard"))
+    monkeypatch.chdir("/")
+    again = pickle.loads(pickle.dumps(prompts))
+    assert [again[i].text for i in range(len(again))] == [prompts[i].text for i in range(len(prompts))]
 
 
 def test_without_it_an_error_says_how_to_get_it(hub):

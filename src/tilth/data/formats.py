@@ -47,10 +47,11 @@ def source_files(source: str) -> list[Path]:
     """Return the files of a source in order. Raises ``DataError`` if there are none."""
     if source.startswith(PREFIX):
         return dataset_files(source)
-    if (
-        source and (versions := Path(source) / _VERSIONS).is_dir()
-    ):  # of Lance: each change of its data is another version
-        return [max(versions.glob("*.manifest"), key=lambda file: (file.stat().st_mtime_ns, file.name))]
+    if source and (versions := Path(source) / _VERSIONS).is_dir():  # of Lance: each change is another version
+        if not (manifests := [*versions.glob("*.manifest")]):
+            message = f"{source!r} is a dataset of Lance without a version: no *.manifest is in {versions}"
+            raise DataError(f"{message}; write it again", key=f"{Path(source).name}.lance")
+        return [max(manifests, key=lambda file: (file.stat().st_mtime_ns, file.name))]
     saved = _saved(source)
     return find_files(source) if saved is None else saved
 

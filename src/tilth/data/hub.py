@@ -1,12 +1,14 @@
 """Downloads from the Hugging Face hub, and its datasets by name: ``hf:ORG/NAME[/CONFIG[/SPLIT]]``. Imports no client
 before one is asked for."""
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tilth.core.errors import DataError, TilthError
+from tilth.core.lines import replace
 
 PREFIX = "hf:"
 PARQUET = "refs/convert/parquet"
@@ -65,13 +67,15 @@ def dataset_files(source: str) -> list[Path]:
         raise DataError(f"{message}, as in hf:{spec}/{config}/{sorted(there[config])[0]}", key=f"{source}.split")
     chosen = sorted(there[config][split])
     folder = Path(_had(source, spec, chosen, **how))
+    _remember(folder, spec, there)
     if absent := [file for file in chosen if not (folder / file).is_file()]:
         raise _by_hand(source, spec, f"{absent[0]} is not in its cache, and the hub cannot be reached")
     return [folder / file for file in chosen]
 
 
 def _listed(source: str, spec: str, how: dict[str, str]) -> dict[str, dict[str, list[str]]]:
-    """Return config -> split -> files, as the hub lists them, or its cache if the hub cannot be reached."""
+    """Return config -> split -> files, as the hub lists them, or has listed them for what is cached if it cannot be
+    reached: the cache itself may be a part of them."""
     from huggingface_hub import HfApi, constants
 
     names, why = list[str](), ""
@@ -81,15 +85,32 @@ def _listed(source: str, spec: str, how: dict[str, str]) -> dict[str, dict[str, 
             names = [file.rfilename for file in found.siblings or ()]
     except (OSError, ValueError, _network()) as error:
         why = _reason(error)
-    if not names:  # the cache may have it
+    if not names:
         folder = Path(_had(source, spec, [], why, **how, local_files_only=True))
-        names = [str(path.relative_to(folder)) for path in folder.rglob("*.parquet")]
+        try:
+            listed: dict[str, dict[str, list[str]]] = json.loads(_listing(folder, spec).read_text(encoding="utf-8"))
+            return listed
+        except (OSError, ValueError) as error:
+            raise _by_hand(source, spec, f"{folder} may lack files of it, whose list is gone") from error
     there: dict[str, dict[str, list[str]]] = {}
     for name in names:
         if name.count("/") == 2 and name.endswith(".parquet"):
             config, split, _ = name.split("/")
             there.setdefault(config, {}).setdefault(split, []).append(name)
     return there
+
+
+def _listing(folder: Path, spec: str) -> Path:
+    """Return the file beside the cache that lists the files of the dataset in the revision of a folder of it."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).parent / "tilth" / f"{spec.replace('/', '--')}-{folder.name}.json"
+
+
+def _remember(folder: Path, spec: str, there: dict[str, dict[str, list[str]]]) -> None:
+    if not (path := _listing(folder, spec)).exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, json.dumps(there).encode())
 
 
 def _had(source: str, spec: str, patterns: Sequence[str], why: str = "", **how: Any) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt
 from tilth.data.computed import Computed, Source, has_media, mixed
+from tilth.data.hub import PREFIX
 from tilth.data.index import Index, Indexer, Prompts, Stored, sample_digest
 from tilth.data.order import Order
 
@@ -61,7 +62,8 @@ class Records(Computed):
         sent = self._again
         if not isinstance(sent, bytes):
             read, origin = sent
-            rooted = origin.part.model_copy(update={"source": os.path.abspath(origin.name)})
+            place = origin.name if origin.name.startswith(PREFIX) else os.path.abspath(origin.name)
+            rooted = origin.part.model_copy(update={"source": place})
             data = origin.data.model_copy(update={"mixture": ()})  # of which ``part`` is all that it reads
             sent = pickle.dumps((read, replace(origin, part=rooted, data=data)))
         if isinstance(self._prompts, Stored):
