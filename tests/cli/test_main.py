@@ -220,5 +220,5 @@ def test_a_missing_name_is_answered_with_those_that_there_are(tmp_path, monkeypa
 
 
 def test_a_key_whose_values_plugins_add_says_how():
-    assert "@tilth.tracker" in call("run", "addition-grpo", 'run.track=["mlflow"]').stderr
+    assert "@tilth.tracker" in call("run", "addition-grpo", 'run.track=["neptune"]').stderr
     assert "@tilth" not in call("run", "addition-grpo", "optimizer.name=adma").stderr

@@ -22,7 +22,8 @@ from tilth.roles.weight_sync import WeightSyncWorker
 
 ROLES = (PolicyWorker, CriticWorker, ReferenceWorker, PromptLoader, DocumentLoader, TrajectoryWriter)
 ROLES += (RewardWorker, RolloutWorker, WeightSyncWorker)
-LOCAL = {"weights", "receive", "fingerprint", "groups", "saved", "table", "follow", "close", "check_at_rest"}
+LOCAL = {"weights", "receive", "fingerprint", "groups", "saved", "table", "follow", "close", "check_at_rest",
+         "averaged", "published"}  # fmt: skip
 """Methods that a role keeps to its own process."""
 
 

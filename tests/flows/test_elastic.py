@@ -11,16 +11,16 @@ from tilth.runs.signals import Interrupted
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def go(folder, workers, stop=0, batch="scale", **optimizer):
-    """Train on 8 batches of 8 for 2 workers; stop: step after which the run is interrupted."""
+def go(folder, workers, stop=0, batch="scale", size=8, **optimizer):
+    """Train on 8 batches of ``size`` for 2 workers; stop: step after which the run is interrupted."""
 
     def fall(record):
         if stop and record["step"] == stop:
             raise Interrupted("now")
 
     made = tiny.recipe(
-        folder, flow="sft", model={"context": 24}, supervised={"steps": 8, "batch": 8, "check_every": 100, "lr": 1e-2},
-        cluster={"backend": "local", "workers": workers}, guard={"batch": batch}, optimizer=optimizer,
+        folder, flow="sft", model={"context": 24},
+        supervised={"steps": 8, "batch": size, "check_every": 100, "lr": 1e-2}, cluster={"backend": "local", "workers": workers}, guard={"batch": batch}, optimizer=optimizer,
         run={"dir": str(folder), "save_every": 1, "eval_prompts": 8},
     )  # fmt: skip
     try:
@@ -60,3 +60,9 @@ def test_the_batch_stays_where_it_is_kept(tmp_path):
     go(tmp_path, 2, stop=3, batch="keep")
     progress = state(go(tmp_path, 1, batch="keep"))["progress"]
     assert progress["phase_step"] == 8 and progress["more_samples"] == 0
+
+
+def test_the_last_batch_has_what_is_left(tmp_path):
+    go(tmp_path, 2, stop=3, size=9)
+    progress = state(go(tmp_path, 1, size=9))["progress"]
+    assert progress["drawn"]["examples"] == 8 * 9  # 2 of 9, 13 of 4 and one of 2

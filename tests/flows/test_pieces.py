@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +124,7 @@ class Position:
     def __init__(self, step=0, **sections):
         self.recipe, self.state = tiny.recipe("runs", **sections), RunState(step=step)
         self.progress = StepProgress(Path("nowhere"))
+        self.log = SimpleNamespace(learned=None)
 
     def parts(self, n):
         batch = Batch({"id": np.arange(n) + 100})

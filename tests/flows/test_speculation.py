@@ -57,7 +57,7 @@ def test_a_run_loses_its_drafters_apart_and_no_bit(tmp_path):
 
     def kill(metrics):
         for child in psutil.Process().children():
-            if "tilth.engines.apart:main" in " ".join(child.cmdline()):
+            if child.status() != psutil.STATUS_ZOMBIE and "tilth.engines.apart:main" in " ".join(child.cmdline()):
                 child.kill()
 
     watcher = tiny.Recorder(kill)

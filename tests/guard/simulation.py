@@ -495,7 +495,8 @@ class Controller:
         guard = SimpleNamespace(restarts=8, on_nan="skip", hang_after=20.0)
         data = SimpleNamespace(loaders=0)
         recipe = SimpleNamespace(guard=guard, data=data, run=SimpleNamespace(grace=1.0, collect_every=0))
-        parts: Any = SimpleNamespace(recipe=recipe, roles=self.roles)
+        recipe.train = SimpleNamespace(compile=False)
+        parts: Any = SimpleNamespace(recipe=recipe, config=None, roles=self.roles)
         launch._train(parts, self.cluster, self.folder, (), fallback=False)  # type: ignore[arg-type]
 
     def take(self, job: "Job", step: int) -> None:

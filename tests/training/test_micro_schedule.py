@@ -92,7 +92,7 @@ def in_two_parts(case, cut):
     object.__setattr__(model, "beginning", held[1])  # no child of its own
     first = Decoder.__new__(Decoder)
     nn.Module.__init__(first)
-    first.config, first.offload, first.forward = CONFIG, None, held[0].forward
+    first.config, first.offload, first.forward, first.checkpointing = CONFIG, None, held[0].forward, False
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     grid = ParallelDims.alone()
     return ShardedModel([first, model], grid, {n: nested(grid.mesh, s, {}) for n, s in shapes.items()})

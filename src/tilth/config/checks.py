@@ -761,7 +761,8 @@ def _local(recipe: Recipe) -> Refusals:
             "needs an optimizer for each data rank, and policy.layout.zero = 1 divides one; leave it out",
         )
     if sizes["dp"] == 1:
-        yield f"{name}.ranks", "brings the models of data ranks together, and there is one; use none, or more workers"
+        why = "brings the models of data ranks together, and there is one; use none, or more workers"
+        yield f"{name}.ranks", f"{why} (what a run with more has learned: a new run with model.path=RUN)"
 
 
 def _copied(spec: RoleSpec, layout: LayoutConfig) -> Refusals:

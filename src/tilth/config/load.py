@@ -336,6 +336,8 @@ def _work(recipe: Recipe) -> dict[str, Any]:
         del data["optimizer"]["plateau_steps"]
     if recipe.guard.batch == "keep":  # workers of a run may then change, and its batch does not
         del data["optimizer"]["ramp_steps"]
+    if recipe.policy.comm.local == "none":
+        del data["policy"]["comm"]["local"], data["policy"]["comm"]["every"]
     if data["optimizer"]["name"] != "muon":
         del data["optimizer"]["muon_precision"]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # in order: the first pool is the default

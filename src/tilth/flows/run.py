@@ -251,12 +251,13 @@ class Run:
         whole = self.recipe.supervised.batch
         while self._continues():
             with self._step():
-                size = max(1, round(count * self._batch / whole))
+                now = min(self._batch, self._left)  # of the last step, if workers have changed
+                size = max(1, round(count * now / whole))
                 indices = self.sampler.draw(kind, size)
                 batch = getattr(self.loader, kind)(indices, **self.sampler.then())
                 self.progress.at("updating")
                 yield batch
-                self.state.more_samples += self._batch - whole
+                self.state.more_samples += now - whole
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the batch in the recipe's number of parts, once per epoch, rows in a new order each time."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilth.cluster.backends.capacity import cores
 from tilth.config.checks import learners
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError
@@ -78,11 +79,12 @@ def _impossible(recipe: Recipe) -> str:
 
 
 def training_seconds(recipe: Recipe, plan: RunPlan) -> float:
-    """Return the seconds of a run's eager training passes on a CPU: its FLOPs on all workers at the measured rate of
-    products, of which layers reach a share."""
+    """Return the seconds of a run's eager training passes on a CPU: its FLOPs at the measured rate of products,
+    of which layers reach a share. The rate is of ``train.threads``, or of all cores, which workers share."""
     dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
     rate = DEVICES["cpu"].attained * measured_flops(torch.device("cpu"), dtype)
-    return plan.flops / (rate * len(plan.workers))
+    beside = min(len(plan.workers), max(1, cores() // recipe.train.threads)) if recipe.train.threads else 1
+    return plan.flops / (rate * beside)
 
 
 def cached(recipe: Recipe, config: DecoderConfig) -> Path:

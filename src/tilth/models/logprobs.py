@@ -135,7 +135,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy, *kept = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(len(hidden), dtype=wide(hidden.dtype), device=hidden.device)
-        used = weight.to(hidden.dtype)
+        used = cast(weight, hidden.dtype)
 
         def fill(some: slice, grad: Tensor) -> None:
             logp = (
@@ -160,7 +160,7 @@ def head_gradients(
 
     fill: writes the gradient of the logits of some rows, at most ``chunk``, to a tensor [rows, V] of hidden's dtype.
     """
-    used = weight.to(hidden.dtype)
+    used = cast(weight, hidden.dtype)
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_weight = torch.zeros_like(weight) if wanted[1] else None
     room = hidden.new_empty(min(chunk, len(hidden)), len(weight))

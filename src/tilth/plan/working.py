@@ -266,7 +266,7 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
     vocab, element = cut.shape.vocab_size, element_of(recipe)
     chunk = min(chunk_rows(vocab, gpu=on_gpu(recipe)), rows)
     one, copies = chunk * vocab * FP32, 2 + (temperature != 1)
-    weight = 0 if element == FP32 else vocab * cut.shape.hidden_size * element
+    weight = 0 if learns and _keeps_casts(recipe, cut) else _head(recipe, cut)
     keep = learns and keeps(rows, vocab)
     kept = rows * vocab * FP32 if keep else 0
     forward = (max(0, kept - one) if keep else one * (rows > chunk)) + copies * one + weight
@@ -301,7 +301,7 @@ def _moments(
     before, flying = own if micro.several else 0, table if head else 0
     others = (1 if cut.adapters else 2) * cut.gathered * FP32
     weights = (
-        Item("weights cast to the compute dtype", _cast(recipe, cut)),
+        Item("weights cast to the compute dtype", _cast(recipe, cut, head)),
         *([Item("parameters and gradients of other ranks", others)] if others else ()),
     )
     inside = (Item("slack of the allocator", slack), *weights)
@@ -364,12 +364,26 @@ def _chosen(recipe: Recipe, shape: DecoderShape, longest: int) -> int:
     return products
 
 
-def _cast(recipe: Recipe, cut: ShardFactors) -> int:
-    """Return bytes of matrices cast to the compute dtype, kept for the backward pass; one layer's if recomputed."""
+def _cast(recipe: Recipe, cut: ShardFactors, head: bool) -> int:
+    """Return bytes of matrices cast to the compute dtype, kept for the backward pass; one layer's if recomputed. head:
+    the pass has logits; its matrix is one of them where casts are kept for a step."""
     if element_of(recipe) == FP32:
         return 0
     layers = 1 if recipe.train.checkpointing else cut.layers
-    return matrices(cut.shape) * element_of(recipe) * layers // cut.shape.num_layers
+    kept = _head(recipe, cut) if head and _keeps_casts(recipe, cut) else 0
+    return matrices(cut.shape) * element_of(recipe) * layers // cut.shape.num_layers + kept
+
+
+def _keeps_casts(recipe: Recipe, cut: ShardFactors) -> bool:
+    """Return True if weights are cast once for all passes of a step (``TrainEngine``)."""
+    train = recipe.train
+    return not (train.checkpointing or train.offload or train.compile or cut.gathered)
+
+
+def _head(recipe: Recipe, cut: ShardFactors) -> int:
+    """Return bytes of the output head cast to the compute dtype."""
+    element = element_of(recipe)
+    return 0 if element == FP32 else cut.shape.vocab_size * cut.shape.hidden_size * element
 
 
 def scoring(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = True) -> tuple[Item, ...]:

@@ -72,7 +72,8 @@ class Blockwise(torch.optim.Optimizer):
             if size >= (ON_CPU if block.p.device.type == "cpu" else ON_GPU):
                 self._update(some)
                 some, size = [], 0
-        self._update(some)
+        if some:
+            self._update(some)
 
     def _update(self, blocks: Sequence[Block]) -> None:
         """Change blocks and their state."""
@@ -235,6 +236,8 @@ def _ratio(weights: float, step: float) -> float:
 
 def _sums(numbers: Sequence[int], of_slices: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return the norms of blocks, float64 [] each, from the squared norms of their slices."""
+    if not count:  # a rank without blocks calls collectives, too
+        return []
     squares = torch.stack(list(of_slices)).clamp(min=0)
     whole = torch.zeros(count, dtype=torch.float64, device=squares.device)
     index = torch.tensor(numbers, dtype=torch.int64, device=squares.device)
