@@ -19,9 +19,9 @@ def go(folder, workers, stop=0, batch="scale", size=8, **optimizer):
             raise Interrupted("now")
 
     made = tiny.recipe(
-        folder, flow="sft", model={"context": 24},
-        supervised={"steps": 8, "batch": size, "check_every": 100, "lr": 1e-2}, cluster={"backend": "local", "workers": workers}, guard={"batch": batch}, optimizer=optimizer,
-        run={"dir": str(folder), "save_every": 1, "eval_prompts": 8},
+        folder, flow="sft", model={"context": 24}, cluster={"backend": "local", "workers": workers},
+        supervised={"steps": 8, "batch": size, "check_every": 100, "lr": 1e-2}, guard={"batch": batch},
+        optimizer=optimizer, run={"dir": str(folder), "save_every": 1, "eval_prompts": 8},
     )  # fmt: skip
     try:
         return tiny.run(
