@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -42,6 +43,14 @@ def missing(kind: str, error: Exception) -> PluginError:
     """Return the error of a package that cannot be imported."""
     message = f"rollout.environment={kind}:NAME needs a package that cannot be imported: {error}"
     return PluginError(f"{message}; pip install {kind}", key=f"environment.{kind}")
+
+
+def imported(kind: str, module: str) -> Any:
+    """Import and return a module of the package of an adapter. PluginError if it cannot be."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise missing(kind, error) from error
 
 
 class VerifiersEnvironment(Environment, declares=False):
@@ -250,10 +259,7 @@ class GymnasiumEnvironment(Environment, declares=False):
     @classmethod
     def prepare(cls) -> None:
         """Make one, so that a name that is none, or a space that is no text, ends the run at its start."""
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise missing("gymnasium", error) from error
+        gymnasium = imported("gymnasium", "gymnasium")
         try:
             cls()._make().close()
         except gymnasium.error.Error as error:

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, ClassVar
 
 from tilth.core.errors import PluginError
-from tilth.envs.adapters import event_loop, missing
+from tilth.envs.adapters import event_loop, imported
 from tilth.envs.environment import Environment, EnvironmentFault, Message
 from tilth.rewards.functions import load_reward
 
@@ -59,10 +59,7 @@ class McpEnvironment(Environment, declares=False):
     @classmethod
     def prepare(cls) -> None:
         """Start a server and list its tools, so that one that does not start ends the run at its start."""
-        try:
-            import mcp  # noqa: F401
-        except ImportError as error:
-            raise missing("mcp", error) from error
+        imported("mcp", "mcp")
         event_loop()  # here, since several threads that ask at once would each make one
         one = cls()
         try:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from urllib.request import urlopen
 
 from tilth.core.errors import PluginError
-from tilth.envs.adapters import missing
+from tilth.envs.adapters import imported
 from tilth.envs.environment import Environment, Message
 
 INVALID = "VALIDATION_ERROR"
@@ -36,10 +36,7 @@ class OpenEnvironment(Environment, declares=False):
     @classmethod
     def prepare(cls) -> None:
         """Ask the server for the schema of its actions, so that one that does not answer ends the run at its start."""
-        try:
-            import openenv.core.generic_client  # noqa: F401
-        except ImportError as error:
-            raise missing("openenv", error) from error
+        imported("openenv", "openenv.core.generic_client")
         try:
             with urlopen(f"{cls.id.rstrip('/')}/schema", timeout=10) as answer:
                 schema = json.load(answer)["action"]
