@@ -38,17 +38,14 @@ def state_layouts(layouts: Mapping[str, Layout], tensors: Iterable[str]) -> dict
     A moment has the layout of its parameter; a step count is replicated. CheckpointError for another kind, and for a
     parameter without a layout.
     """
-    found = {}
+    found, known = {}, dict.fromkeys([*(kind for spec in OPTIMIZERS.values() for kind in spec.state), *REPLICATED])
     for name in tensors:
         kind, _, parameter = name.partition(".")
         if parameter not in layouts:
             message = f"optimizer state {name}: there is no layout of a parameter {parameter!r}"
             raise CheckpointError(message, key=f"{name}.layout")
-        if kind not in REPLICATED and not any(kind in spec.state for spec in OPTIMIZERS.values()):
-            known = ", ".join(
-                dict.fromkeys([*(one for spec in OPTIMIZERS.values() for one in spec.state), *REPLICATED])
-            )
-            message = f"optimizer state {name}: no layout is known for the kind {kind!r}; known are {known}"
+        if kind not in known:
+            message = f"optimizer state {name}: no layout is known for the kind {kind!r}; known are {', '.join(known)}"
             raise CheckpointError(message, key=f"{name}.kind")
         found[name] = _everywhere(layouts[parameter].mesh) if kind in REPLICATED else layouts[parameter]
     return found
