@@ -92,6 +92,7 @@ def built(task: Path) -> tuple[str, str]:
         return state, begin.read().decode()
 
 
+@cache
 def _limit(task: Path, section: str, key: str = "timeout_sec") -> float:
     return float(tomllib.loads((task / "task.toml").read_text()).get(section, {}).get(key, 120.0))
 
