@@ -319,9 +319,7 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     for section, names in _SAME_WORK.items():
         for name in names:
             del data[section][name]
-    data["guard"] = {"batch": "scale"} if recipe.guard.batch == "scale" else {}
-    if not data["guard"]:
-        del data["guard"]
+    del data["guard"]
     del data["plugins"]  # launch.life compares their content; their paths do not matter
     newer = ((data, "roles"), (data["data"], "options"), (data["rollout"], "options"))
     for table, key in newer:  # keys that older runs do not have
@@ -334,7 +332,9 @@ def _work(recipe: Recipe) -> dict[str, Any]:
         del data["rollout"]["engine"]
     if data["optimizer"]["schedule"] != "plateau":
         del data["optimizer"]["plateau_steps"]
-    if recipe.guard.batch == "keep":  # workers of a run may then change, and its batch does not
+    if recipe.guard.batch == "scale":
+        data["guard"] = {"batch": "scale"}
+    else:  # workers of a run may then change, and its batch does not
         del data["optimizer"]["ramp_steps"]
     if recipe.policy.comm.local == "none":
         del data["policy"]["comm"]["local"], data["policy"]["comm"]["every"]
