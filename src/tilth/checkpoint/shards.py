@@ -38,14 +38,15 @@ def state_layouts(layouts: Mapping[str, Layout], tensors: Iterable[str]) -> dict
     A moment has the layout of its parameter; a step count is replicated. CheckpointError for another kind, and for a
     parameter without a layout.
     """
-    found, known = {}, dict.fromkeys([*(kind for spec in OPTIMIZERS.values() for kind in spec.state), *REPLICATED])
+    found, kinds = {}, dict.fromkeys([*(kind for spec in OPTIMIZERS.values() for kind in spec.state), *REPLICATED])
     for name in tensors:
         kind, _, parameter = name.partition(".")
         if parameter not in layouts:
             message = f"optimizer state {name}: there is no layout of a parameter {parameter!r}"
             raise CheckpointError(message, key=f"{name}.layout")
-        if kind not in known:
-            message = f"optimizer state {name}: no layout is known for the kind {kind!r}; known are {', '.join(known)}"
+        if kind not in kinds:
+            known = ", ".join(kinds)
+            message = f"optimizer state {name}: no layout is known for the kind {kind!r}; known are {known}"
             raise CheckpointError(message, key=f"{name}.kind")
         found[name] = _everywhere(layouts[parameter].mesh) if kind in REPLICATED else layouts[parameter]
     return found
