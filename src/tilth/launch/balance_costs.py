@@ -4,10 +4,9 @@ The run's ``costs.jsonl`` has the costs and the first step that follows them bef
 or a step that runs again, places rows as they were. Costs place rows; which rows a batch has does not depend on them.
 """
 
-import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,12 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import make_folder, writing
 from tilth.flows.callbacks import Callback, RunView
-from tilth.launch.build import CACHE, RunParts, resolved
+from tilth.launch.build import RunParts, resolved
 from tilth.models.config import DecoderConfig
 from tilth.plan.cost_fit import error, fit_compute
 from tilth.plan.costs import LEARN, Compute, Costs, Error, as_dict, load_costs, save_costs
 from tilth.plan.offload import OffloadLimits
-from tilth.runs.costs import COSTS, CostFit, read_costs, read_rates, record_costs, record_rates
-from tilth.runs.environment import environment
-from tilth.runs.files import to_json
+from tilth.runs.costs import COSTS, CostFit, measured_file, read_costs, read_rates, record_costs, record_rates
 
 ENOUGH = 50
 """Steps of a run after which its costs are fitted on it."""
@@ -134,17 +131,16 @@ def described(fit: CostFit) -> str:
 
 def cached(recipe: Recipe, config: DecoderConfig) -> Path:
     """Return the file of a model's costs on this machine in the folder of runs; other costs have another name."""
-    recipe, machine = resolved(recipe), environment()
-    known = {
-        "model": asdict(config),
-        "train": recipe.train.model_dump(exclude={"balance"}),
-        "policy": recipe.policy.model_dump(),
-        "workers": [recipe.cluster.workers, dict(recipe.cluster.pools)],
-        "machine": [machine[name] for name in ("cpu", "cores", "accelerator", "packages")],
-        "ring": recipe.policy.layout.hdp > 1,
-    }
-    digest = hashlib.blake2b(to_json(known).encode(), digest_size=8).hexdigest()
-    return Path(recipe.run.dir) / CACHE / f"costs-{digest}.json"
+    recipe = resolved(recipe)
+    return measured_file(
+        recipe.run.dir,
+        "costs",
+        config,
+        train=recipe.train.model_dump(exclude={"balance"}),
+        policy=recipe.policy.model_dump(),
+        workers=[recipe.cluster.workers, dict(recipe.cluster.pools)],
+        ring=recipe.policy.layout.hdp > 1,
+    )
 
 
 def profile(policy: WorkerGroup, recipe: Recipe) -> Costs:

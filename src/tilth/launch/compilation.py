@@ -5,11 +5,9 @@ A run knows its steps, and what compiling costs: as an earlier run of this model
 follows, since compiled passes round otherwise.
 """
 
-import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +18,11 @@ from tilth.config.checks import learners
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError
 from tilth.core.files import make_folder, writing
-from tilth.data.cache import CACHE
 from tilth.flows.callbacks import Callback, RunView
 from tilth.models.config import DecoderConfig
 from tilth.plan.devices import DEVICES
 from tilth.plan.steps import RunPlan
-from tilth.runs.environment import environment
+from tilth.runs.costs import measured_file
 from tilth.runs.files import to_json
 from tilth.training.rate import measured_flops
 
@@ -89,14 +86,8 @@ def training_seconds(recipe: Recipe, plan: RunPlan) -> float:
 
 def cached(recipe: Recipe, config: DecoderConfig) -> Path:
     """Return the file of what compiling took for such a model on this machine."""
-    machine = environment()
-    known = {
-        "model": asdict(config),
-        "train": [recipe.train.precision, recipe.train.checkpointing, recipe.train.threads],
-        "machine": [machine[name] for name in ("cpu", "cores", "accelerator", "packages")],
-    }
-    digest = hashlib.blake2b(to_json(known).encode(), digest_size=8).hexdigest()
-    return Path(recipe.run.dir) / CACHE / f"compile-{digest}.json"
+    train = recipe.train
+    return measured_file(recipe.run.dir, "compile", config, train=[train.precision, train.checkpointing, train.threads])
 
 
 def measured_seconds(recipe: Recipe, config: DecoderConfig) -> float | None:

@@ -4,20 +4,38 @@ costs.jsonl   one line for each change: the first step that follows it, where th
 offload.json  rates by which train.offload = auto decides on how many ranks a row is
 """
 
+import hashlib
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from tilth.core.errors import DataError
 from tilth.core.files import atomic_write
 from tilth.core.lines import read_lines
+from tilth.data.cache import CACHE
+from tilth.models.config import DecoderConfig
 from tilth.plan.costs import Costs, as_dict, parse_costs
 from tilth.plan.offload import HostRates
+from tilth.runs.environment import environment
 from tilth.runs.files import append_line, to_json
 
 COSTS = "costs.jsonl"
 OFFLOAD = "offload.json"
+MACHINE = ("cpu", "cores", "accelerator", "packages")
+"""Of the environment, what figures of speed depend on."""
+
+
+def measured_file(runs: str, name: str, config: DecoderConfig, **how: Any) -> Path:
+    """Return the file in the folder of runs of what was measured of a model on this machine, whichever run did.
+
+    how: all else that a figure holds for, as JSON has it; other values have another file.
+    """
+    machine = environment()
+    known = {"model": asdict(config), **how, "machine": [machine[of] for of in MACHINE]}
+    digest = hashlib.blake2b(to_json(known).encode(), digest_size=8).hexdigest()
+    return Path(runs) / CACHE / f"{name}-{digest}.json"
 
 
 class CostFit(NamedTuple):
