@@ -96,7 +96,7 @@ def test_a_micro_batch_waits_for_nothing(how):
 
 
 def test_weights_are_cast_once_for_all_micro_batches_of_a_step(monkeypatch):
-    """Seven matrices and two norms of a layer, the last norm, and the head in three uses; gradients are cast in each."""
+    """Seven matrices and two norms of a layer, the last norm, and the head in three uses; gradients each time."""
 
     def casts():
         few, many = (update(count, config=shape(1)).launches["aten._to_copy"] for count in (1, 3))
