@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -27,14 +28,20 @@ def sweep(*words):
 def trained(tmp_path):
     """Runs of a sweep as their processes leave them: with the second rate the accuracy is higher."""
     words = [RATES, "run.name=rates", f"run.dir={tmp_path}"]
+    leave(words)
+    return [*words, "--seeds", "3"]
+
+
+def leave(words, inputs=None):
     for run in plan_sweep("addition-grpo", words, 3).runs:
-        with RunDir.create(load_recipe("addition-grpo", run.overrides), "addition-grpo") as directory:
+        if (run.path / "run.json").exists():
+            continue
+        with RunDir.create(load_recipe("addition-grpo", run.overrides), "addition-grpo", inputs=inputs) as directory:
             for step in (1, 2):
                 accuracy = 0.1 * step + 0.01 * run.seed + 0.3 * run.values["optimizer.lr"].endswith("3")
                 held = {"accuracy/heldout": accuracy, "reward/heldout": accuracy}
                 directory.commit_step({"step": step, "phase": "grpo", **held})
             directory.end("finished")
-    return [*words, "--seeds", "3"]
 
 
 def test_finished_runs_are_compared_with_intervals_over_seeds_the_best_first(trained):
@@ -54,6 +61,24 @@ def test_json_has_runs_and_settings(trained):
     best = found["settings"][0]
     assert best["values"] == {"optimizer.lr": 3e-4} and best["seeds"] == [0, 1, 2]
     assert best["final"] == {"mean": pytest.approx(0.51), "half": pytest.approx(4.303 * 0.01 / 3**0.5)}
+
+
+def test_runs_whose_data_have_changed_are_not_averaged(trained, tmp_path):
+    shutil.rmtree(tmp_path / "rates-lr0.0001-seed2")
+    leave(trained[:-2], {"data": "another"})
+    code, out, _ = sweep(*trained)
+    rows = [line.split() for line in out.splitlines() if "accuracy/heldout" in line]
+    assert code == 0 and [row[:2] for row in rows] == [["0.0003", "3"], ["0.0001", "1"], ["0.0001", "2"]]
+    assert "values with several rows" in out
+
+
+def test_runs_without_an_evaluation_leave_nothing_to_compare(tmp_path):
+    words = ["run.name=rates of mine", f"run.dir={tmp_path}"]
+    for run in plan_sweep("addition-grpo", words, 2).runs:
+        with RunDir.create(load_recipe("addition-grpo", run.overrides), "addition-grpo") as directory:
+            directory.end("finished")
+    code, out, _ = sweep(*words, "--seeds", "2")
+    assert code == 0 and out.startswith("nothing to compare") and "/compare?sweep=rates%20of%20mine" in out
 
 
 def test_bad_input_ends_in_a_line(tmp_path):

@@ -67,8 +67,9 @@ def test_runs_are_all_combinations_with_names_that_the_same_command_finds_again(
     assert (recipe.run.sweep, recipe.run.name) == (sweep.name, names[-1])
     more = plan_sweep("addition-grpo", ["rollout.group=4,8,16", "optimizer.lr=1e-4,3e-4", here], 4)
     assert more.name == sweep.name and len(more.runs) == 24
-    longer = plan_sweep("addition-grpo", ["optimizer.lr=1e-4,3e-4", "algorithm.steps=7", here], 3)
-    assert longer.name != sweep.name
+    assert set(names) < {run.name for run in more.runs}
+    for other in (["optimizer.lr=1e-4,3e-4", "rollout.group=4,8", "algorithm.steps=7"], ["optimizer.lr=1e-4,3e-4"]):
+        assert plan_sweep("addition-grpo", [*other, here], 3).name != sweep.name
     mine = plan_sweep("addition-grpo", ["seed=4,9", "run.name=mine", here], None)
     assert [run.name for run in mine.runs] == ["mine-seed4", "mine-seed9"]
 
@@ -92,6 +93,9 @@ def test_a_sweep_is_no_part_of_the_work_of_its_runs():
         (["seed=0,1"], 2, "seed"),
         (["seed=0,x"], None, "seed"),
         (["run.name=a,b"], None, "run.name"),
+        (["run.sweep=mine"], 2, "run.sweep"),
+        ([], 10**12, "--seeds"),
+        (["optimizer.lr=1e-4,3e-4"], 501, "--seeds"),
         (["optimizer.lr=1e-4,0.0001"], 2, "optimizer.lr"),
         (["optimizer.lr=1e-4", "optimizer.lr=1e-4,3e-4"], None, "optimizer.lr"),
         (["optimizer.lr=1e-4,3e-4", "optimizer.lr=1e-4,3e-4"], None, "optimizer.lr"),
@@ -117,6 +121,17 @@ def test_a_folder_with_another_run_or_one_under_way_is_refused(here):
     assert finished(plan_sweep("addition-grpo", words, 2).runs[1])
     with raises(RecipeError, "algorithm.steps"):
         plan_sweep("addition-grpo", ["algorithm.steps=7", *words], 2)
+
+
+def test_a_share_held_out_that_fits_the_data_makes_no_other_run(here):
+    words = ["run.name=mine", here]
+    run = plan_sweep("addition-grpo", words, 2).runs[0]
+    recipe = load_recipe("addition-grpo", run.overrides).replaced("data", holdout=0.3)
+    with RunDir.create(recipe, "addition-grpo") as directory:
+        directory.end("finished")
+    assert finished(plan_sweep("addition-grpo", words, 2).runs[0])
+    with raises(RecipeError, "data.holdout"):
+        plan_sweep("addition-grpo", ["data.holdout=0.2", *words], 2)
 
 
 def train(sweep, parallel=1):

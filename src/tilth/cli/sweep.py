@@ -1,8 +1,10 @@
 """``tilth sweep``: train a recipe with several values and seeds, and compare them."""
 
 import json
+import shlex
 import signal
 from typing import Any
+from urllib.parse import quote
 
 import typer
 
@@ -88,7 +90,15 @@ def _print(sweep: Sweep, found: Row) -> None:
     notes = ["mean ± half of its 95 % interval over seeds (Student's t)"] if several else []
     unfinished = sum(run["state"] != "finished" for run in found["runs"])
     notes += [f"{format.count(unfinished, 'run')} not finished and left out"] if unfinished else []
-    show(table, "\n".join([*notes, f"tilth ui {sweep.runs[0].path.parent}  # /compare?sweep={sweep.name}"]))
+    if len({json.dumps(row["values"]) for row in found["settings"]}) < len(found["settings"]):
+        notes.append("values with several rows: their runs had other data, code or models (/compare names them)")
+    if not found["settings"]:
+        notes.insert(0, "nothing to compare: no finished run has an evaluation")
+    notes.append(f"tilth ui {shlex.quote(str(sweep.runs[0].path.parent))}  # /compare?sweep={quote(sweep.name)}")
+    if found["settings"]:
+        show(table, "\n".join(notes))
+    else:
+        typer.echo("\n".join(notes))
 
 
 def _ranged(metric: str, one: Row) -> str:

@@ -6,6 +6,7 @@ again finds it: a finished run stays, any other continues, and values that are a
 
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -36,6 +37,8 @@ from tilth.runs.signals import Interrupted, ends
 SEED = "seed"
 OWN = ("run.dir", "run.name", "run.sweep")
 """Keys that a sweep sets itself, or that place it: they have one value."""
+MOST = 1000
+"""Most runs of a sweep."""
 LABEL = 24
 """Most characters of a value in the name of a run."""
 LONGEST = 120
@@ -103,7 +106,7 @@ def _toml(text: str) -> Any:
 
 def plan_sweep(name: str, overrides: Sequence[str], seeds: int | None) -> Sweep:
     """Return the runs of a sweep: all combinations of values, each with all seeds. RecipeError, before anything starts:
-    a value is wrong, given twice, or there is but one run.
+    a value is wrong, given twice, or there is but one run, or more than ``MOST``.
 
     seeds: from the recipe's own on; None: one, or the values of ``seed=A,B``.
     """
@@ -116,22 +119,28 @@ def plan_sweep(name: str, overrides: Sequence[str], seeds: int | None) -> Sweep:
             swept[key] = values
     if own := [key for key in swept if key in OWN]:
         raise RecipeError(f"{own[0]}={','.join(swept[own[0]])}: a sweep has one {own[0]}; give one value", key=own[0])
-    if again := [key for key in swept if any(one.partition("=")[0].strip() == key for one in fixed)]:
+    once = {one.partition("=")[0].strip() for one in fixed}
+    if again := [key for key in swept if key in once]:
         raise RecipeError(f"{again[0]} is given twice; write {again[0]}=A,B once", key=again[0])
+    if "run.sweep" in once:
+        raise RecipeError("run.sweep: a sweep names itself; choose its name by run.name=NAME", key="run.sweep")
+    swept = dict(sorted(swept.items()))  # the order of a command line makes no other sweep
     base = load_recipe(name, [*fixed, *(f"{key}={values[0]}" for key, values in swept.items())])
     numbers = _seeds(base, swept, seeds)
-    title = base.run.name or f"{recipe_name(name)}-sweep-{_digest(given(name, fixed))}"
+    title = base.run.name or f"{recipe_name(name)}-sweep-{_digest([given(name, fixed), [*swept]])}"
+    if (count := math.prod(map(len, swept.values())) * len(numbers)) > MOST:
+        raise RecipeError(f"{count} runs: a sweep has at most {MOST}; give fewer values or seeds", key="--seeds")
     runs = tuple(_runs(name, base, title, fixed, swept, numbers))
     if len(runs) < 2:
         raise RecipeError("there is but one run: give several values, as in optimizer.lr=1e-4,3e-4, or --seeds 3",
                           key="--seeds")  # fmt: skip
-    return Sweep(title, name, {key: tuple(values) for key, values in swept.items()}, numbers, runs)
+    return Sweep(title, name, {key: tuple(values) for key, values in swept.items()}, tuple(numbers), runs)
 
 
-def _seeds(base: Recipe, swept: dict[str, list[str]], count: int | None) -> tuple[int, ...]:
+def _seeds(base: Recipe, swept: dict[str, list[str]], count: int | None) -> Sequence[int]:
     texts = swept.pop(SEED, None)
     if texts is None:
-        return tuple(range(base.seed, base.seed + (count or 1)))
+        return range(base.seed, base.seed + (count or 1))
     if count is not None:
         raise RecipeError(f"seed={','.join(texts)} beside --seeds {count}: give one of them", key=SEED)
     if not all(text.isdecimal() for text in texts):
@@ -180,7 +189,10 @@ def _check(recipe: Recipe, run: SweepRun) -> None:
     if not (run.path / "run.json").exists():
         return
     state = read_state(run.path)
-    if changes := Identity(recipe, state.get("inputs", {})).changes(run.path, state):
+    changes = Identity(recipe, state.get("inputs", {})).changes(run.path, state)
+    if "holdout" not in recipe.data.model_fields_set:
+        changes.pop("data.holdout", None)  # a share that nobody has set fits the data, which are not read here
+    if changes:
         key, why = next(iter(changes.items()))
         raise RecipeError(f"{run.path} is another run: {why}; choose another name: run.name=NAME", key=key)
     if state["state"] == "running":

@@ -100,13 +100,13 @@ def result_of(run: FollowedRun) -> Row:
 
 
 def over_seeds(runs: Sequence[FollowedRun], keys: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the recipes of runs, each with the means of final and best values over its seeds, and their 95 %
-    intervals; the best comes first. values: of the keys in which the recipes differ. Runs without an evaluation are
-    left out."""
+    """Return the settings of runs (recipe and inputs), each with the means of final and best values over its seeds, and
+    their 95 % intervals; the best comes first. values: of the keys in which the settings differ. Runs without an
+    evaluation are left out, and of runs with one setting and seed, which did the same work, all but the first."""
     groups, kept = defaultdict[str, list[tuple[FollowedRun, Any]]](list), dict[str, dict[str, Any]]()
     for run, one in zip(runs, keys):
         own = (*PLACE, *MACHINE, "seed")
-        same = {k: v for k, v in one.items() if k not in own and not k.startswith(("input ", "version "))}
+        same = {k: v for k, v in one.items() if k not in own and not k.startswith("version ")}
         text = json.dumps(same, sort_keys=True, default=str)
         groups[text].append((run, one.get("seed")))
         kept[text] = same
@@ -116,8 +116,9 @@ def over_seeds(runs: Sequence[FollowedRun], keys: Sequence[Mapping[str, Any]]) -
         measures = {run.path: [k for k in METRICS if run.summary().get(k) is not None] for run, _ in some}
         some = [(run, seed) for run, seed in some if measures[run.path]]
         name = next((k for k in METRICS if some and all(k in measures[run.path] for run, _ in some)), None)
-        if name is None or len({seed for _, seed in some}) < len(some):
+        if name is None:
             continue
+        some = [*{seed: (run, seed) for run, seed in reversed(some)}.values()][::-1]
         values = [points_of(run.table, SHAPES[name])[1] for run, _ in some]
         ends, tops = [float(v[-1]) for v in values], [float(v.min() if "loss" in name else v.max()) for v in values]
         row: Row = {
