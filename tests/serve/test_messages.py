@@ -10,7 +10,8 @@ from pydantic import BaseModel, TypeAdapter
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.envs.calls import ToolCall
 from tilth.serve.anthropic_body import MessagesBody
-from tilth.serve.errors import HttpError
+from tilth.serve.errors import HttpError, read
+from tilth.serve.messages import plain
 
 anthropic = pytest.importorskip("anthropic", reason="the client anthropic is not installed (pip install anthropic)")
 
@@ -230,6 +231,7 @@ WRONG = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ({"system": [{"type": "image"}]}, "system.0.type"),
     (of({"type": "image", "source": {}}), "messages.1.content.0"),
+    (of(RESULT), "messages"),
     (of(USE), "messages.1.content"),
     (of(RESULT, role="assistant"), "messages.1.content"),
     (of({**RESULT, "content": [{"type": "image"}]}), "messages.1.content.0.content.0.type"),
@@ -250,6 +252,7 @@ def test_what_is_wrong_is_named(address, model, body, param):
     status, said = raw(address, "/v1/messages", **{"model": model, "messages": HELLO, "max_tokens": 4, **body})
     assert (status, said["type"], said["error"]["type"]) == (400, "error", "invalid_request_error")
     assert said["error"]["param"] == param, said
+    assert said["error"]["message"].count("{") == said["error"]["message"].count("}")
 
 
 def test_errors_have_anthropics_form(model, address, client):
@@ -277,3 +280,11 @@ def test_a_body_without_a_message_of_the_user_is_that_of_no_chat():
     with pytest.raises(HttpError):
         bad = {"model": "m", "max_tokens": 1, "messages": HELLO, "tool_choice": {"type": "any"}}
         MessagesBody.model_validate(bad).chat()
+
+
+def test_a_call_with_an_infinite_number_is_refused():
+    body = {"model": "m", "max_tokens": 1, **of({**USE, "input": {"days": 7}}, role="assistant")}
+    asked = read(MessagesBody, json.dumps(body).replace("7", "1e999").encode()).chat()
+    with pytest.raises(HttpError) as caught:
+        plain(asked.messages[1])
+    assert caught.value.code == "tool_calls.arguments"

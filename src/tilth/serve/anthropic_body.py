@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tilth.serve.errors import read
+from tilth.serve.errors import read, shortened
 from tilth.serve.schemas import INT64, Body, ChatBody, DrawnBody, ModelBody, Words, wrong
 
 FIELDS = {
@@ -149,6 +149,13 @@ class CountBody(ModelBody):
         if self.messages[-1].role == "assistant":
             message = "the last message is the assistant's, which this server does not go on with; end with the user's"
             raise wrong("messages", message)
+        blocks = [one for message in self.messages if not isinstance(message.content, str) for one in message.content]
+        called = set[str]()
+        for block in blocks:
+            if isinstance(block, ToolUseBlock):
+                called.add(block.id)
+            elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
+                raise wrong("messages", f"tool_use_id {shortened(block.tool_use_id)} is of no tool_use block before it")
         return self
 
     def chat(self) -> ChatBody:

@@ -45,9 +45,10 @@ def plain(message: Message) -> dict[str, Any]:
 def _called(name: str, arguments: str) -> Mapping[str, Any]:
     try:
         found = json.loads(arguments or "{}")
+        json.dumps(found, allow_nan=False)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        message = f"arguments of {name} are no JSON object: {arguments[:80]!r}"
+        message = f"arguments of {name} are no JSON object with finite numbers: {arguments[:80]!r}"
         raise HttpError(400, message, "messages", "tool_calls.arguments")
     return {"name": name, "arguments": found}

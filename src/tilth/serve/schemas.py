@@ -50,7 +50,7 @@ def _representable(value: float) -> float:
 
 def wrong(field: str, message: str) -> PydanticCustomError:
     """Return the error of a field that does not fit the others."""
-    return PydanticCustomError("combination", message.replace("{", "{{"), {"field": field})  # type: ignore[arg-type]
+    return PydanticCustomError("combination", "{message}", {"field": field, "message": message})
 
 
 class Body(BaseModel):
