@@ -141,6 +141,64 @@ def test_tests_without_a_reward_are_a_missing_one(tmp_path, test):
         episode(tmp_path)[0].reward()
 
 
+FOLLOWED = """FROM ubuntu:24.04 AS base
+WORKDIR\t/app
+ENV LONG a value = "of words"
+ENV A=1 B="two words"
+COPY --chown=1:1 [ "notes.txt", "my notes.txt" ]
+# a comment
+RUN cd /tmp && export C=3; \\
+    # and one inside
+    false; echo "$A-$B-$C-$LONG" > /app/said  \\
+    && exit 0
+RUN ["touch", "a b"]
+run pwd > where
+USER nobody
+"""
+
+
+def test_a_dockerfile_means_what_it_means_to_docker(tmp_path):
+    make(tmp_path, FOLLOWED)
+    made, _ = episode(tmp_path)
+    said = call(made, "cat said where; ls").split("\n")
+    assert said[:5] == ['1-two words-3-a value = "of words"', "/app", "a b", "my notes.txt", "said"]
+    assert call(made, 'echo "$C$LONG"').strip() == 'a value = "of words"'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "FROM scratch",
+        "RUN --mount=type=cache,target=/x make",
+        "COPY --from=build /a /b",
+        "ADD https://example.com/x /x",
+        "ADD x.tar.gz /x",
+        "COPY <<EOF /x",
+        'SHELL ["/bin/bash", "-c"]',
+        "RUM make",
+    ],
+)
+def test_a_line_that_cannot_be_followed_is_refused_unrun(tmp_path, line):
+    task = make(tmp_path, f"FROM ubuntu:24.04\n{line}\n")
+    with raises(PluginError, "environment.harbor.Dockerfile") as caught:
+        built(task)
+    assert str(task) in str(caught.value) and line.split()[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["[agent", "[verifier]\ntimeout_sec = 'long'", "[agent]\ntimeout_sec = 0"])
+def test_a_bad_task_is_refused_before_the_first_episode(tmp_path, config):
+    (make(tmp_path) / "task.toml").write_text(config)
+    with raises(PluginError, "environment.harbor.task"):
+        adapted("harbor", str(tmp_path)).prepare()
+
+
+@pytest.mark.parametrize("info", [{}, {"task": "elsewhere"}, {"task": 7}])
+def test_a_record_without_a_task_is_named(tmp_path, info):
+    make(tmp_path)
+    with raises(EnvironmentFault, "environment.harbor.task"):
+        adapted("harbor", str(tmp_path))().reset({"prompt": "x", **info})
+
+
 @pytest.mark.parametrize("line", ["RUN apt-get install -y nothing-of-the-kind", "COPY missing.txt .", "WORKDIR /srv/x"])
 def test_a_dockerfile_that_needs_an_image_is_named_with_its_line(tmp_path, line):
     task = make(tmp_path, f"FROM ubuntu:24.04\n{line}\n")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
+import re
+import shlex
 import tarfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -43,12 +46,14 @@ put() { here=$PWD; to=${!#}; [[ $to == /* ]] || to=$here/$to
     if [ -d "$one" ]; then mkdir -p "$to"; cp -r "$one/." "$to"; else cp "$one" "$to"; fi; done; shift; done
   cd "$here"; }
 """
-STEPS = {"COPY": "put {}", "ADD": "put {}", "RUN": "{}", "WORKDIR": "mkdir -p {0}; cd {0}", "ENV": "export {}",
-         "ARG": "export {}"}  # fmt: skip
-"""Instruction of a Dockerfile -> commands that do the same in the sandbox; the others are left out."""
+IGNORED = {"FROM", "USER", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "MAINTAINER"}
+"""Instructions of a Dockerfile that are left out: there is no image, one user, and nothing starts by itself."""
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
 BYTES = 64 << 20
 """Most bytes of an episode's files."""
+TASK = "environment.harbor.task"
+LIMITS = (("environment", "build_timeout_sec"), ("agent", "timeout_sec"), ("verifier", "timeout_sec"))
+"""Section and key of each limit of a task."""
 _sandbox = cache(Sandbox)
 
 
@@ -71,16 +76,16 @@ def run(command: str, files: Sequence[str], seconds: float, *, keep: bool = True
 @cache
 def built(task: Path) -> tuple[str, str]:
     """Return the packed files of a task's container, its Dockerfile followed in the sandbox without an image or a
-    network, and commands for the variables and the folder that it ends with. PluginError: a line of it fails there."""
+    network, and commands for the variables and the folder that it ends with. PluginError: a line of it fails there, or
+    asks for what the sandbox has not."""
     file = task / "environment" / "Dockerfile"
-    lines = file.read_text().replace("\\\n", " ").splitlines() if file.is_file() else []
-    words = [line.strip().partition(" ") for line in lines]
-    steps = [STEPS[word.upper()].format(rest.strip()) for word, _, rest in words if word.upper() in STEPS]
     kept = 'cd "$PWD"; export -p > /work/.begin; printf "cd %q\\n" "$PWD" >> /work/.begin; rm -r /work/environment'
-    files, command = (
-        packed(task / "environment", "environment"),
-        "\n".join([BUILD, "mkdir -p /work/environment", *steps, kept]),
-    )
+    try:
+        steps = steps_of(file.read_text()) if file.is_file() else []
+    except ValueError as error:
+        raise PluginError(f"{file}: {error}", key="environment.harbor.Dockerfile") from None
+    command = "\n".join([BUILD, "mkdir -p /work/environment", *steps, kept])
+    files = packed(task / "environment", "environment")
     code, said, state, _ = run(command, [files], _limit(task, "environment", "build_timeout_sec"))
     if code:
         raise PluginError(
@@ -92,9 +97,55 @@ def built(task: Path) -> tuple[str, str]:
         return state, begin.read().decode()
 
 
+def steps_of(dockerfile: str) -> list[str]:
+    """Return commands of bash that do what the instructions of a Dockerfile do. ValueError: one cannot be done so."""
+    text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
+    lines = [line.strip() for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines() if line.strip()]
+    if sum(line.split()[0].upper() == "FROM" for line in lines) > 1:
+        raise ValueError("has several stages (FROM), of which the sandbox builds none; write one")
+    return [step for line in lines for step in _steps(*re.split(r"\s+", line, maxsplit=1))]
+
+
+def _steps(word: str, rest: str = "") -> list[str]:
+    name = word.upper()
+    if name in IGNORED:
+        return []
+    flags = re.match(r"(--[a-z-]+(?:=\S*)?\s+)*", rest)
+    assert flags is not None  # it matches nothing too
+    if other := re.sub(r"--(chown|chmod|link)\S*", "", flags[0]).strip():
+        raise ValueError(f"{name} {other}: the sandbox has no such option; leave it out")
+    if "<<" in rest and name in ("RUN", "COPY", "ADD"):
+        raise ValueError(f"{name} {rest[:60]}: here-documents are not followed; write a file and COPY it")
+    rest = rest[flags.end() :]
+    exact = json.loads(rest) if rest.startswith("[") and rest.endswith("]") else None
+    if name in ("COPY", "ADD"):
+        if found := re.search(r"\S+(://|\.tar\b|\.t[gbx]z\b)\S*", rest if name == "ADD" else ""):
+            raise ValueError(f"ADD {found[0]}: nothing is fetched or unpacked; COPY what it would be")
+        return [f"put {shlex.join(exact) if exact else rest}"]
+    if name == "RUN":
+        return [shlex.join(exact or ["/bin/sh", "-c", rest])]
+    if name == "WORKDIR":
+        return [f'mkdir -p "{rest}"; cd "{rest}"']
+    if name in ("ENV", "ARG"):
+        key, _, value = rest.partition(" ")
+        if name == "ARG" or "=" in key:
+            return [f"export {rest}"]
+        value = value.strip().replace('"', '\\"')  # ENV KEY VALUE
+        return [f'export {key}="{value}"']
+    raise ValueError(f"{word}: there is no such instruction, or the sandbox cannot follow it")
+
+
 @cache
 def _limit(task: Path, section: str, key: str = "timeout_sec") -> float:
-    return float(tomllib.loads((task / "task.toml").read_text()).get(section, {}).get(key, 120.0))
+    """Return a limit of a task in seconds. PluginError: its task.toml says none."""
+    file = task / "task.toml"
+    try:
+        found = float(tomllib.loads(file.read_text()).get(section, {}).get(key, 120.0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PluginError(f"{file}: {error}; {section}.{key} is a number of seconds", key=TASK) from None
+    if not 0 < found < math.inf:
+        raise PluginError(f"{file}: {section}.{key} = {found} is no number of seconds above 0", key=TASK)
+    return found
 
 
 class HarborEnvironment(Environment, declares=False):
@@ -104,10 +155,13 @@ class HarborEnvironment(Environment, declares=False):
 
     @classmethod
     def prepare(cls) -> None:
-        """Check that there are tasks. PluginError."""
-        if not cls._tasks():
+        """Check that there are tasks, and the limits of each. PluginError."""
+        if not (tasks := cls._tasks()):
             message = f"harbor:{cls.id}: no folder there has task.toml, instruction.md and tests/test.sh"
             raise PluginError(message, key="environment.harbor.folder")
+        for task in tasks:
+            for place in LIMITS:
+                _limit(task, *place)
 
     @classmethod
     def records(cls, count: int) -> Iterator[dict[str, Any]]:
@@ -116,13 +170,20 @@ class HarborEnvironment(Environment, declares=False):
             yield {"prompt": (task / "instruction.md").read_text().strip(), "task": str(task)}
 
     @classmethod
+    @cache
     def _tasks(cls) -> list[Path]:
         found = sorted(path.parent.resolve() for path in Path(cls.id).glob("**/task.toml"))
         return [task for task in found if (task / "instruction.md").is_file() and (task / "tests/test.sh").is_file()]
 
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
-        """Begin with the files of the record's ``task``."""
-        self._task = Path(info["task"])
+        """Begin with the files of the record's ``task``. EnvironmentFault: it names none."""
+        if (named := info.get("task")) is None or Path(str(named)) not in self._tasks():
+            message = (
+                f"task = {named!r}: the record names no task of harbor:{self.id}; "
+                f"write records by: tilth env records harbor:{self.id} FILE.jsonl"
+            )
+            raise EnvironmentFault(message, key=TASK)
+        self._task = Path(str(named))
         self._state, self._begin = built(self._task)
         return [{"role": "user", "content": info["prompt"]}]
 
