@@ -359,7 +359,7 @@ def engines(monkeypatch, tmp_path):
             one.log_to(str(tmp_path), attempt, version)
         return rollout, made
 
-    def submit(replicas, again=False):
+    def submit(replicas, again=None):
         for first, prompt in zip(range(0, 16, 2), (3, 77, 12, 50, 9, 41, 8, 60)):
             asked = small.asked(store, [prompt], 2, first)
             replicas.submit(Flight(first, asked, Lease("", str(first), lambda lease: None), again))
@@ -401,11 +401,11 @@ def test_samples_of_replicas_that_are_lost_twice_go_on_with_the_tokens_that_they
     note = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
     for attempt in (2, 3):
         _, lost = make(attempt=attempt)
-        submit(lost, again=attempt > 2)
+        submit(lost, again=0 if attempt > 2 else None)
         for _ in range(3):
             lost._round()
     _, found = make(note=note, attempt=4, version=1)
-    submit(found, again=True)
+    submit(found, again=0)
     after = columns(found)
     assert {kind for kind, _ in events} == {"resume"} and len(events) == found.resumed == 16
     assert max(fields["tokens"] for _, fields in events) > 3
@@ -424,9 +424,9 @@ def test_samples_that_had_ended_before_are_told_or_discarded_whatever_comes_firs
     submit(whole)
     columns(whole)
     rollout, again = make(attempt=2)
-    submit(again, again=True)
+    submit(again, again=0)
     asked, part = again._queue[0].asked, rollout.each[0]
-    part.submit(asked, again=True)
+    part.submit(asked, again=0)
     ids = asked["id"].tolist()
     if then == "discarded":
         part.discard(ids[:1])
@@ -445,7 +445,7 @@ def test_a_sample_of_which_nothing_is_known_begins_from_its_prompt(engines):
     whole._round()
     events = []
     _, other = make(note=lambda kind, **fields: events.append(fields["tokens"]), attempt=2)
-    submit(other, again=True)
+    submit(other, again=0)
     assert columns(other).keys() == set(range(16)) and not events
 
 
@@ -458,7 +458,7 @@ class Moving:
     def load(self):
         return ReplicaLoad(self.version, tuple(LiveRow(i, 10, 50) for i in self.rows), 0, 100)
 
-    def submit(self, asked, again=False):
+    def submit(self, asked, again=None):
         self.rows |= {*asked["id"].tolist()}
         return dict.fromkeys(asked["id"].tolist(), 5) if self.keeps else {}
 

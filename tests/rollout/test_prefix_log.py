@@ -111,6 +111,13 @@ def test_one_version_where_a_sample_has_one(tmp_path):
     assert log.take(asked(), 5) is None and log.take(asked(1), 4) is None and log.take(asked(1), 5) is None
 
 
+def test_what_older_weights_drew_is_not_taken(tmp_path):
+    log = PrefixLog(tmp_path, 1, 4, 0)
+    log.write([drawn(0, 8)])
+    first = SPANS[0][1]
+    assert said(log.take(asked(), least=first)) == told(8) and log.take(asked(), least=first + 1) is None
+
+
 def test_turns_of_an_episode_are_told_apart_by_what_was_said_before(tmp_path):
     log, later = PrefixLog(tmp_path, 1, 4, 0), Request(0, np.array(told(4)), asked().params, group=3)
     log.write([drawn(0, 4, finish="stop"), drawn(0, 2, later)])

@@ -5,8 +5,9 @@ replica has room, and taken by a step once all of it has ended. New weights come
 go on under them, and each token names the version that drew it. With ``rollout.inflight = "finish"`` a replica takes
 weights only when it has nothing in flight, so each sample has one version: that of its begin in the books, or a newer
 one. A resume asks again for what was begun and not consumed: each sample goes on, under the weights that the resume
-begins with, from those of its tokens that these weights or earlier ones drew, and an episode from what its environment
-has said to them.
+begins with, from those of its tokens that these weights or earlier ones drew, though none older than its begin in the
+books (a replica whose pull has failed draws under older ones), and an episode from what its environment has said to
+them.
 """
 
 import time
@@ -179,7 +180,8 @@ class AsyncSampler(Sampler):
                 sent.append((group, self._load(row, **then)))
         for group, asked in sent:  # all are sent before the first is waited for
             known = self._attempt > 1 and group.version <= replicas.version
-            replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first], known))
+            least = group.version if known else None
+            replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first], least))
 
     def _note_ended(self, ledger: Ledger, replicas: Replicas) -> None:
         """Enter the groups that have ended in the books."""

@@ -42,13 +42,13 @@ LOOK = 1.0
 
 @dataclass(eq=False)
 class Flight:
-    """A group of samples on its way. asked: rows that ask for them; lease: of its payload; again: True if an earlier
-    attempt may have begun them; they go on from what it has logged."""
+    """A group of samples on its way. asked: rows that ask for them; lease: of its payload; again: version of their begin
+    if an earlier attempt may have begun them, which go on from what it has logged of this version or newer ones."""
 
     first: int
     asked: Batch
     lease: Lease
-    again: bool = False
+    again: int | None = None
     places: set[int] = field(default_factory=set)
     """Replicas on which samples of it have ended."""
     ended: dict[int, Ended] = field(default_factory=dict)
@@ -322,7 +322,7 @@ class Replicas:
         while True:
             with self._changed:  # a group is never of newer weights in the books than in the replica that gets it
                 places = [place for place, has in enumerate(self._has) if has == self._newest]
-                if self._queue and self._queue[0].again:  # the answer is waited for, which a round would delay
+                if self._queue and self._queue[0].again is not None:  # the answer is waited for, which a round would delay
                     places = [place for place in places if place not in self._rounds]
                 place = min(places, key=lambda p: len(self._flying[p]), default=None)
                 if place is None or not self._queue:
@@ -331,15 +331,15 @@ class Replicas:
                 if flying and len(flying) + len(self._queue[0].asked) > self.room:
                     return
                 flight = self._queue.popleft()
-            if flight.again:
-                self._resume(place, flight)
+            if flight.again is not None:
+                self._resume(place, flight, flight.again)
             else:
                 self._part(place).submit(flight.asked)
             flying.update((i, flight) for i in flight.asked["id"].tolist())
 
-    def _resume(self, place: int, flight: Flight) -> None:
+    def _resume(self, place: int, flight: Flight, least: int) -> None:
         """Let samples go on from what is known of each; the others begin."""
-        found = resolved(self._part(place).submit(flight.asked, again=True))
+        found = resolved(self._part(place).submit(flight.asked, again=least))
         for i, count in found.items():
             self.note("resume", id=i, tokens=count, version=self.version)
         self.resumed += len(found)
@@ -385,7 +385,7 @@ class Replicas:
             self.note("move", id=i, tokens=count, **{"from": source, "to": target})
         self._flying[target].update(moved)
         asked = concat([one.asked.select(np.isin(one.asked["id"], [*given])) for one in dict.fromkeys(moved.values())])
-        if (found := dict(resolved(self._part(target).submit(asked, again=True)))) != given:
+        if (found := dict(resolved(self._part(target).submit(asked, again=0)))) != given:
             raise DataError(
                 f"replica {source} gave up samples with {given} tokens, and {target} has {found} of them: do all "
                 "workers of the rollout see the directory of the run?",

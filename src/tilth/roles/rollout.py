@@ -154,15 +154,16 @@ class RolloutWorker:
         *,
         greedy: bool = False,
         since: int | None = None,
-        again: bool = False,
+        again: int | None = None,
         stops: Mapping[int, int] | None = None,
     ) -> dict[int, int]:
         """Take a sample for each row (columns id, group, prompt; payload prompt_tokens), or an episode (payload info).
 
         since: step at whose end the samples with ``carried`` 1 paused; they go on. Each sample then gets
         ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them. again: samples go on from
-        the tokens that the log has of them (``log_to``); return the numbers of these by sample. stops: request
-        (``episodes.conversation_id``) -> tokens with which its sample pauses, with those before the completion.
+        the tokens that the log has of them (``log_to``), of this version or newer ones; return their numbers by sample.
+        stops: request (``episodes.conversation_id``) -> tokens with which its sample pauses, with those before the
+        completion.
         """
         self._params, self._plays = self._params_of(greedy), INFO in asked.payload
         self._media = MEDIA in asked.payload
@@ -189,12 +190,14 @@ class RolloutWorker:
         self.engine.run_ahead([replace(one, params=params) for one in self._requests(asked.select(first))])
         return {}
 
-    def _submit(self, requests: Sequence[Request], *, again: bool) -> dict[int, int]:
+    def _submit(self, requests: Sequence[Request], *, again: int | None) -> dict[int, int]:
         """Submit requests; return the tokens with which those go on that the log has something of."""
         if (log := self._log) is None:
             self.rounds.submit(requests)
             return {}
-        known = {one.id: t for one in requests if again and (t := log.take(one)) is not None}
+        known = dict[int, Trajectory]()
+        if again is not None:
+            known = {one.id: t for one in requests if (t := log.take(one, again)) is not None}
         fresh = [one for one in requests if one.id not in known]
         for one in fresh:
             log.begin(one)
@@ -218,7 +221,7 @@ class RolloutWorker:
         self._done -= len(paused)
         for one in paused:
             del self._ended[one.trajectory.id]
-        self._go_on(paused, [], again=False)
+        self._go_on(paused, [], again=None)
         return {}
 
     @transfer(split="all", gather="merge", over=("dp",))
@@ -416,7 +419,7 @@ class RolloutWorker:
         return [EpisodeRequest(i, json.loads(info), g, p) for info, (i, g, p) in zip(infos, rows)]
 
     def _go_on(
-        self, carried: Sequence[EpisodeResult], requests: Sequence[EpisodeRequest], *, again: bool
+        self, carried: Sequence[EpisodeResult], requests: Sequence[EpisodeRequest], *, again: int | None
     ) -> dict[int, int]:
         """Go on with samples that have paused, and begin episodes; those that have ended wait for their groups. Return
         the tokens of episodes that go on ``again``."""
@@ -439,12 +442,12 @@ class RolloutWorker:
         carried: Sequence[EpisodeResult],
         paused: Sequence[EpisodeResult],
         *,
-        again: bool,
+        again: int | None,
     ) -> dict[int, int]:
         """Begin these episodes and go on with paused ones. carried: all that go on or wait, whose observations are in
         the journal too."""
         assert self.player is not None
-        if self._observed is not None and again:
+        if self._observed is not None and again is not None:
             self._observed.recall([one.id for one in requests], self._least)
         if self._journals is not None and self._log is None:
             about = f"version {self.engine.version}, {self._params}"

@@ -86,8 +86,8 @@ class Episode:
     """True if the newest turn may end for these limits, before the recipe's."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """How the newest turn is drawn."""
-    again: bool = False
-    """True if the log may have its turns."""
+    again: int | None = None
+    """Oldest version whose turns are taken from the log; None: it has none."""
     known: int = 0
     """Tokens of the policy that the log had."""
 
@@ -207,12 +207,13 @@ class Player:
         params: SamplingParams,
         partial: int = 0,
         paused: Sequence[EpisodeResult] = (),
-        again: bool = False,
+        again: int | None = None,
     ) -> dict[int, int]:
         """Begin episodes, beside those that are open, and go on with paused ones.
 
         partial: tokens of the policy from now on after which an episode pauses before its next turn; 0: none does.
-        again: episodes go on from the turns that ``log`` has, as far as their environments are known to answer; return
+        again: episodes go on from the turns that ``log`` has of this version or newer ones, as far as their
+        environments are known to answer; return
         the tokens of these by episode.
         """
         self._params, self._partial = params, partial
@@ -223,7 +224,7 @@ class Player:
             self._begin(episode)
         for result in paused:
             self._resume(result)
-        if again:
+        if again is not None:
             self._hear(self.pool.at_once())
         return {episode.request.id: episode.known for episode in begun if episode.known}
 
@@ -258,8 +259,8 @@ class Player:
             self._new.append(request)
             return
         episode, known = self._open[self._generating[request.id]], None
-        if episode.again:
-            known = self.log.take(request)
+        if episode.again is not None:
+            known = self.log.take(request, episode.again)
         else:
             self.log.begin(request)
         episode.known += 0 if known is None else known.completion_length
@@ -391,7 +392,7 @@ class Player:
         """Begin an episode whose lost environment, made again, answers otherwise, where others do not wait for it."""
         if self._withdraw(episode.request_id):
             self._unwanted.append(episode.request_id)
-        self._begin(Episode(episode.request, again=True))  # its first turn may be in the log
+        self._begin(Episode(episode.request, again=episode.again or 0))  # its first turn may be in the log
 
     def _put_off(self, episode: Episode) -> None:
         """Leave an episode for now, in the middle of a turn."""

@@ -113,10 +113,10 @@ class PrefixLog:
         with writing(path), open(path, "ab") as file:
             file.write(b"".join(one.encoded() for one in drawn))
 
-    def take(self, request: Request, version: int | None = None) -> Trajectory | None:
+    def take(self, request: Request, version: int | None = None, least: int = 0) -> Trajectory | None:
         """Return what the newest attempt that knows a token of a request has of it, for one that asks for the same;
         None without a token. Its finish is "aborted" unless all of it is there. version: that must have drawn all of
-        it, where a sample has one; None: it may have several."""
+        it, where a sample has one; None: it may have several. least: the oldest that may have drawn some of it."""
         begun, parts = dict[int, int](), defaultdict[int, list[Path]](list)
         for name in sorted(os.listdir(self.folder)):
             if match := _BEGUN.fullmatch(name):  # of the version that the first phase of an attempt began with
@@ -127,7 +127,9 @@ class PrefixLog:
             if drawn := self._read(request, parts[attempt]):
                 void = min((one for later, one in begun.items() if later > attempt), default=None)
                 found = _joined(request, drawn, void)
-                return found if found is None or version in (None, *_only(found)) else None
+                if found is None or found.versions[0][1] < least:
+                    return None
+                return found if version in (None, *_only(found)) else None
         return None
 
     def forget(self, below: int) -> None:
@@ -239,11 +241,12 @@ class FlightLog:
         """Note a request of which nothing is known."""
         self._flying[request.id] = request, 0
 
-    def take(self, request: Request) -> Trajectory | None:
+    def take(self, request: Request, least: int = 0) -> Trajectory | None:
         """Note a request, unless the log has all of it, and return what the log has: see ``PrefixLog.take``."""
         self.flush()
         self.begin(request)
-        found = self.log.take(request, self.engine.version if self._one_version else None)
+        only = self.engine.version if self._one_version else None
+        found = self.log.take(request, only, 0 if self._complete else least)
         if found is not None:
             self._add(DrawnTokens.of(request, found, 0, ended=found.finish != "aborted"))
             if found.finish != "aborted":
