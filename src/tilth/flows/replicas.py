@@ -42,8 +42,9 @@ LOOK = 1.0
 
 @dataclass(eq=False)
 class Flight:
-    """A group of samples on its way. asked: rows that ask for them; lease: of its payload; again: version of their begin
-    if an earlier attempt may have begun them, which go on from what it has logged of this version or newer ones."""
+    """A group of samples on its way. asked: rows that ask for them; lease: of its payload; again: version
+    of their begin, if an earlier attempt may have begun them: they go on from what it has logged of this one or newer
+    ones."""
 
     first: int
     asked: Batch
@@ -322,7 +323,8 @@ class Replicas:
         while True:
             with self._changed:  # a group is never of newer weights in the books than in the replica that gets it
                 places = [place for place, has in enumerate(self._has) if has == self._newest]
-                if self._queue and self._queue[0].again is not None:  # the answer is waited for, which a round would delay
+                # The answer of a resume is waited for, which a round would delay.
+                if self._queue and self._queue[0].again is not None:
                     places = [place for place in places if place not in self._rounds]
                 place = min(places, key=lambda p: len(self._flying[p]), default=None)
                 if place is None or not self._queue:
