@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from types import UnionType
@@ -264,6 +265,23 @@ _SAME_WORK = {
     "rollout": ("python",),
 }
 """Section -> keys that change no number of a run."""
+_UNUSED: Mapping[str, Callable[[Recipe], bool]] = {
+    "plugins": lambda r: True,  # launch.life compares their content; their paths do not matter
+    "guard": lambda r: r.guard.batch != "scale",  # workers of a run may then change, and its batch does not
+    "roles": lambda r: not r.roles,
+    "data.options": lambda r: not r.data.options,
+    "data.mixture": lambda r: not r.data.mixture,
+    "data.deduplicate": lambda r: not r.data.deduplicate,
+    "data.packing": lambda r: r.data.packing == "fit",
+    "rollout.options": lambda r: not r.rollout.options,
+    "rollout.engine": lambda r: r.rollout.engine == "native",
+    "optimizer.plateau_steps": lambda r: r.optimizer.schedule != "plateau",
+    "optimizer.ramp_steps": lambda r: r.guard.batch != "scale",
+    "optimizer.muon_precision": lambda r: r.optimizer.name != "muon",
+    "policy.comm.local": lambda r: r.policy.comm.local == "none",
+    "policy.comm.every": lambda r: r.policy.comm.local == "none",
+}
+"""Key or section -> True for a recipe whose numbers it does not decide; older runs do not have some of them."""
 
 
 def digest(recipe: Recipe) -> str:
@@ -319,27 +337,11 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     for section, names in _SAME_WORK.items():
         for name in names:
             del data[section][name]
-    del data["guard"]
-    del data["plugins"]  # launch.life compares their content; their paths do not matter
-    newer = ((data, "roles"), (data["data"], "options"), (data["rollout"], "options"))
-    for table, key in newer:  # keys that older runs do not have
-        if not table[key]:
-            del table[key]
-    for key, default in (("mixture", []), ("deduplicate", False), ("packing", "fit")):
-        if data["data"][key] == default:
-            del data["data"][key]
-    if data["rollout"]["engine"] == "native":  # such a run is the same with and without the key
-        del data["rollout"]["engine"]
-    if data["optimizer"]["schedule"] != "plateau":
-        del data["optimizer"]["plateau_steps"]
-    if recipe.guard.batch == "scale":
-        data["guard"] = {"batch": "scale"}
-    else:  # workers of a run may then change, and its batch does not
-        del data["optimizer"]["ramp_steps"]
-    if recipe.policy.comm.local == "none":
-        del data["policy"]["comm"]["local"], data["policy"]["comm"]["every"]
-    if data["optimizer"]["name"] != "muon":
-        del data["optimizer"]["muon_precision"]
+    data["guard"] = {"batch": data["guard"]["batch"]}
+    for key, unused in _UNUSED.items():
+        if unused(recipe):
+            *sections, name = key.split(".")
+            del reduce(lambda table, part: table[part], sections, data)[name]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # in order: the first pool is the default
     return data
 
