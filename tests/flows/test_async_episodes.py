@@ -143,9 +143,10 @@ def drawn_by(row, spans):
 
 def check_resumed(result):
     """Some episodes have gone on, with the tokens that versions before have drawn."""
-    found = {e.fields["id"]: e.fields for e in read_events(result.directory / EVENTS) if e.kind == "resume"}
-    assert sum(record["samples/resumed"] for record in read_metrics(result.directory)) == len(found)
+    events = [e.fields for e in read_events(result.directory / EVENTS) if e.kind == "resume"]
+    assert sum(record["samples/resumed"] for record in read_metrics(result.directory)) == len(events)
     ends, before = spans(result), 0
+    found = {one["id"]: one for one in events}  # one that was resumed twice, as the last time
     for i, one in found.items():
         by, count = drawn_by(rows(result)[i], ends[i]), one["tokens"]
         assert 0 < count <= len(by)
