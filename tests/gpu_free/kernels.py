@@ -125,7 +125,9 @@ def varlen_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, 
 
 
 def install():
-    """Put them in the places of torch's own; to import the module of one would take a second."""
+    """Put them in the places of torch's own; to import the module of one would take a second. No Triton: nothing runs
+    what it compiles."""
+    sys.modules["triton"] = None
     varlen = types.ModuleType("torch.nn.attention.varlen")
     sys.modules[varlen.__name__] = varlen
     torch.nn.functional.scaled_dot_product_attention = attention

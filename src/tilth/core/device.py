@@ -1,9 +1,14 @@
-"""Copies between host and device: one for many arrays, for which the host waits at most once.
+"""Copies between host and device, one for many arrays, for which the host waits at most once; what a device can run.
 
 A copy of pageable memory to a GPU waits until the device has done all that it was given, whatever ``non_blocking`` is.
 """
 
 import ctypes
+import functools
+import os
+import re
+import shutil
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +16,10 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 16  # bytes, for vectorised kernels
+TRITON = (3, 6)
+"""Oldest version of Triton whose language the kernels are written in: that of torch 2.11."""
+CAPABILITY = 8
+"""Oldest NVIDIA generation with products in bf16 (A100); AMD's numbers are above it."""
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -49,6 +58,34 @@ def unpacked(flat: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         flat[begin : begin + array.nbytes].view(dtype).view(array.shape)
         for begin, array, dtype in zip(_ends(arrays), arrays, dtypes)
     ]
+
+
+@functools.cache
+def runs_triton(device: torch.device) -> bool:
+    """Return True if kernels in Triton run on a device: on a GPU where nothing is missing. If something is, stderr says
+    so once."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < CAPABILITY:
+        return False
+    missing = triton_missing()
+    if missing:
+        print(f"tilth: {missing}; plain functions of torch compute in place of kernels", file=sys.stderr)
+    return not missing
+
+
+def triton_missing() -> str:
+    """Return what is missing for kernels in Triton, with what would help; "" if nothing is."""
+    needed = ".".join(map(str, TRITON))
+    try:
+        import triton
+    except ImportError:
+        return f"Triton is not installed: pip install '.[triton]' in Tilth's folder, or triton>={needed}"
+    numbers = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
+    if numbers < TRITON:
+        return f"Triton {triton.__version__} is too old: pip install 'triton>={needed}'"
+    compiler = os.environ.get("CC")  # for the code that launches a kernel
+    if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang", "cc"])):
+        return f"Triton needs a C compiler, and there is no {compiler or 'gcc or clang'}: install one, or set CC"
+    return ""
 
 
 def return_memory(device: torch.device) -> None:

@@ -4,7 +4,7 @@ The logits of a long packed batch are the largest tensor of language model train
 forward and again backward, so only one chunk [rows, V] exists at a time (as in Liger's fused linear cross entropy,
 arXiv 2410.10989, with an exact gradient of the entropy). Small log-probs are kept instead of computed twice, with
 equal bits. Chunks are large for fast matrix products; element-wise work goes through them in parts that stay in the
-cache.
+cache. On a GPU a kernel computes tiles of logits in registers (``models.kernels``); these functions are its reference.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilth.models.casts import cast
+from tilth.models.kernels import chosen
 from tilth.models.steady import steady_linear
 from tilth.plan import kernels
 from tilth.plan.kernels import CACHED_ELEMENTS, chunk_rows
@@ -62,6 +63,8 @@ def token_logprobs(
     float32 [N] (float64 of float64), both differentiable (once) in hidden and weight; the gradient of weight adds up in
     weight's dtype. Without ``entropy`` the second one is empty, [0].
     """
+    if (kernel := chosen("linear_cross_entropy", hidden)) is not None:
+        return _KernelLogprobs.apply(hidden, weight, targets, temperature, kernel, entropy)
     rows, keep = chunk_rows(weight.shape[0], chunk, hidden.is_cuda), keeps(hidden.shape[0], weight.shape[0])
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, keep, entropy)
 
@@ -75,6 +78,9 @@ def token_squares(
     Arguments of ``token_logprobs``. Returns two float32 [N] (float64 of float64) without a gradient.
     """
     rows, used = chunk_rows(weight.shape[0], chunk, hidden.is_cuda), weight.to(hidden.dtype)
+    if (kernel := chosen("linear_cross_entropy", hidden)) is not None:
+        greatest, sums = kernel.statistics(hidden, used, targets, temperature)
+        return sums[2] - greatest - sums[0].log(), sums[3] / sums[0] ** 2
     logprobs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
     squares = torch.empty_like(logprobs)
     for some in chunks(hidden.shape[0], rows):
@@ -151,6 +157,30 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad[own] = found if ctx.temperature == 1.0 else found.div_(ctx.temperature)
 
         return *head_gradients(hidden, weight, ctx.chunk, fill, ctx.needs_input_grad[:2]), *[None] * 6
+
+
+class _KernelLogprobs(torch.autograd.Function):
+    """``token_logprobs`` by a kernel, given its module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, kernel: Any, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.kernel = temperature, kernel
+        greatest, sums = kernel.statistics(hidden, cast(weight, hidden.dtype), targets, temperature)
+        log_total = sums[0].log()
+        entropy = log_total - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, targets, greatest, log_total, entropy)
+        return sums[2] - greatest - log_total, entropy if with_entropy else entropy[:0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, *kept = ctx.saved_tensors
+        used, wanted = cast(weight, hidden.dtype), ctx.needs_input_grad[:2]
+        found = ctx.kernel.gradients(hidden, used, targets, ctx.temperature, kept, incoming, wanted, weight.dtype)
+        return *found, *[None] * 4
 
 
 def head_gradients(

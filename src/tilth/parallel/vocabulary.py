@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tilth.models.kernels import chosen
 from tilth.models.logprobs import (
     cached_parts,
     chunks,
@@ -105,7 +106,8 @@ class VocabularyHead:
         """See ``token_squares``; weight: [rows, d], this rank's part."""
         rows, used = chunk_rows(weight.shape[0], chunk, hidden.is_cuda), weight.to(hidden.dtype)
         parts, (index, inside) = _Parts(hidden, squares=True), self.vocabulary.find(targets)
-        for some in chunks(hidden.shape[0], rows):
+        kernel = parts.by_kernel(hidden, used, temperature, index, inside)
+        for some in chunks(0 if kernel else len(hidden), rows):
             parts.add(some, _logits(hidden[some], used, temperature), index, inside)
         above, log_sum, _ = parts.together(self.vocabulary.group)
         return above - log_sum, parts.sums[3] / parts.sums[0] ** 2
@@ -126,6 +128,15 @@ class _Parts:
         self.greatest = hidden.new_full((hidden.shape[0],), torch.finfo(dtype).min, dtype=dtype)
         self.sums = hidden.new_zeros((4 if squares else 3, hidden.shape[0]), dtype=dtype)
         """Sums of exp(l - m), of exp(l - m) (l - m), of the target's logit on its rank, of exp(2 (l - m))."""
+
+    def by_kernel(self, hidden: Tensor, weight: Tensor, temperature: float, index: Tensor, inside: Tensor) -> Any:
+        """Compute all rows by the kernel and return its module, if it is chosen here; else return None."""
+        kernel = chosen("linear_cross_entropy", hidden)
+        if kernel is not None:
+            own = index.masked_fill(~inside, -1)
+            self.greatest, sums = kernel.statistics(hidden, weight, own, temperature, whole=False)
+            self.sums = sums[: len(self.sums)]
+        return kernel
 
     def add(self, some: slice, logits: Tensor, index: Tensor, inside: Tensor) -> None:
         """Add some rows: their logits [n, rows]; for all rows the targets' indices [N] and bool [N], True if here."""
@@ -180,7 +191,8 @@ class _Logprobs(torch.autograd.Function):
         used, parts = weight.to(hidden.dtype), _Parts(hidden)
         index, inside = vocabulary.find(targets)
         kept: list[Tensor] = []
-        for some in chunks(hidden.shape[0], chunk):
+        ctx.kernel = parts.by_kernel(hidden, used, temperature, index, inside)
+        for some in chunks(0 if ctx.kernel else len(hidden), chunk):
             logits = _logits(hidden[some], used, temperature)
             parts.add(some, logits, index, inside)
             if keep:
@@ -196,7 +208,7 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, index, inside, entropy, greatest, log_sum, *kept = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
-        used, here = weight.to(hidden.dtype), grad_logprobs * inside
+        used, here, wanted = weight.to(hidden.dtype), grad_logprobs * inside, ctx.needs_input_grad[:2]
 
         def fill(some: slice, grad: Tensor) -> None:
             logits = kept[some.start // ctx.chunk] if kept else _logits(hidden[some], used, ctx.temperature)
@@ -207,7 +219,12 @@ class _Logprobs(torch.autograd.Function):
                 found = grad_logits(logp, grad_logprobs[part, None], of_entropy, index[part, None], here[part, None])
                 grad[own] = found if ctx.temperature == 1.0 else found.div_(ctx.temperature)
 
-        grad_hidden, grad_weight = head_gradients(hidden, weight, ctx.chunk, fill, ctx.needs_input_grad[:2])
+        if ctx.kernel is None:
+            grad_hidden, grad_weight = head_gradients(hidden, weight, ctx.chunk, fill, wanted)
+        else:
+            numbers, incoming = (greatest, log_sum, entropy), (grad_logprobs, grad_entropy)
+            own = (hidden, used, index.masked_fill(~inside, -1), ctx.temperature)
+            grad_hidden, grad_weight = ctx.kernel.gradients(*own, numbers, incoming, wanted, weight.dtype)
         if grad_hidden is not None:
             add_up_(grad_hidden, ctx.group)
         return grad_hidden, grad_weight, *[None] * 5
