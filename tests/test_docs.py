@@ -91,6 +91,8 @@ LEVELS = {
     "CPU": ("tests/",),
     "pretended GPU": ("tests/test_gpu.py", "tests/gpu_free/test_pretended.py"),
     "1,024 ranks": ("tests/rehearsal/",),
+    "interpreted": ("tests/models/kernels/interpreted.py",),
+    "compiled": ("tests/models/kernels/test_kernels.py",),
 }
 """Level of the README's table -> files whose tests can show it."""
 CLAIMS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]*::[^|]*) \|$", (ROOT / "README.md").read_text(), re.M)

@@ -174,7 +174,8 @@ def _gradient_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
-    """Write the gradient of the logits, before the temperature, of columns from ``first`` on to grad [n, width].
+    """Write the gradient of the logits, before the temperature, of columns from ``first`` on to grad [n, width], whose
+    width COLUMNS divides: zeros from v on.
 
     kept: fp32 [5, n]: greatest logit, log of the total, entropy, incoming gradients of log-prob and entropy.
     """
@@ -194,7 +195,7 @@ def _gradient_kernel(
         entropy, of_entropy = tl.load(kept + 2 * n + there), tl.load(kept + 4 * n + there)
         found -= tl.where(p > 0, p * (logp + entropy[:, None]), 0.0) * of_entropy[:, None]
     at = grad + rows.to(tl.int64)[:, None] * width + places[None, :]
-    tl.store(at, (found * scale).to(grad.dtype.element_ty), (rows[:, None] < n) & (columns[None, :] < v))
+    tl.store(at, (found * scale).to(grad.dtype.element_ty), rows[:, None] < n)
 
 
 # ---- calls ----
