@@ -23,6 +23,7 @@ from tilth.engines.sampling import Chosen, RuleColumns, Rules, choose_from, grou
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.inputs import ModelInput
+from tilth.models.kernels import chosen
 from tilth.models.moe import ExpertContext
 from tilth.plan.kernels import chunk_rows
 
@@ -53,7 +54,7 @@ class DecodeStep(NamedTuple):
 
 class Decoded(NamedTuple):
     """Log-probs float32 [T, V] of a pass, and what draws from them. mass: their ``group_mass``, if the pass computes
-    it; chosen: what the pass itself has drawn, without filters."""
+    it; chosen: what the pass itself has drawn, without filters unless it has log-probs after them."""
 
     logp: Tensor
     mass: Tensor | None
@@ -63,8 +64,11 @@ class Decoded(NamedTuple):
 
     def choose(self, change: Tensor | None) -> Chosen:
         """Draw the next tokens. change: see ``choose_from``."""
-        if self.chosen is not None and change is None and not self.rules.filtered:
-            return self.chosen
+        if self.chosen is not None and change is None:
+            if not self.rules.filtered:
+                return replace(self.chosen, sampling=None)
+            if self.chosen.sampling is not None:
+                return self.chosen
         return choose_from(self.logp, self.mass, self.uniform, self.rules, change)
 
 
@@ -247,11 +251,12 @@ class Graphs:
         return _Captured(graph, flat, inputs, result)
 
     def _step(self, slab: KVCache, inputs: Sequence[Tensor], columns: RuleColumns) -> Decoded:
-        """Compute and draw a token of each row, by rules that hold for any row."""
+        """Compute and draw a token of each row, by rules that hold for any row: with filters if a kernel has them."""
         ids, start, uniform, *tensors = inputs
-        rules = replace(columns.on(tensors), unit=False, filtered=False, any_greedy=True, all_greedy=False)
+        rules = replace(columns.on(tensors), unit=False, any_greedy=True, all_greedy=False)
         hidden = self._runner.forward_rows(slab, ModelInput(ids[:, None]), start, slab.capacity)
         logp = log_softmax(self._runner.model.logits(hidden), rules.temperature)
+        rules = replace(rules, filtered=chosen("sampler", logp) is not None)
         return Decoded(logp, None, uniform, rules, choose_from(logp, None, uniform, rules))
 
 

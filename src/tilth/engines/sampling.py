@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilth.core.device import to_device, to_host
 from tilth.core.random import stream_id, uniform_rows
+from tilth.models.kernels import chosen
 
 if TYPE_CHECKING:  # workers of another engine import this module, and nothing more of Tilth than they need
     from tilth.engines.request import Request, SamplingParams
@@ -150,6 +151,8 @@ def choose_from(
 
     change: float32 [B, V], added to the log-probs before the filters, 0 in a row that nothing changes.
     """
+    if change is None and (kernel := chosen("sampler", logp)) is not None:
+        return Chosen(*kernel.choose(logp, uniform, rules))
     filtered, among = None, logp
     if change is not None:
         among = torch.where(change.any(-1, keepdim=True), torch.log_softmax(logp + change, -1), logp)

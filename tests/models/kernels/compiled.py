@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilth.models.kernels import linear_cross_entropy as head
+from tilth.models.kernels import sampler
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -26,7 +27,8 @@ TARGETS = {
 MEMORY = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KB of shared memory that a program may have."""
 POINTERS = {"hidden": "*bf16", "weight": "*bf16", "grad": "*bf16", "targets": "*i64", "scale": "fp32"}
-POINTERS |= dict.fromkeys(("parts", "kept", "joined"), "*fp32")
+POINTERS |= dict.fromkeys(("parts", "kept", "joined", "logp", "uniform", "top_p", "min_p", "picked"), "*fp32")
+POINTERS |= {"greedy": "*i1", "top_k": "*i64", "tokens": "*i64"}
 ALIGNED = {"d", "v", "width"}
 """Numbers that are multiples of 16, as Triton finds out when it is called."""
 TILES = head.SIZES
@@ -39,6 +41,8 @@ KERNELS = {
     "join": (head._join_kernel, {"ROWS": 128}),
     "gradient of logits": (head._gradient_kernel, {**OF_TILES, "ENTROPY": False}),
     "gradient of logits, with entropy": (head._gradient_kernel, {**OF_TILES, "ENTROPY": True}),
+    "sampler": (sampler._choice_kernel, {"FILTERED": False, "BLOCK": sampler.BLOCK}),
+    "sampler, filters": (sampler._choice_kernel, {"FILTERED": True, "BLOCK": sampler.BLOCK}),
 }  # fmt: skip
 
 
@@ -53,6 +57,8 @@ class Resources(NamedTuple):
 def compile_for(target: str, kernel, constants, **options) -> Resources:
     """Compile a kernel for a target and read its resources."""
     names = kernel.arg_names
+    if "BLOCK" in constants:
+        options = {"num_warps": sampler.WARPS} | options
     if "COLUMNS" in constants:
         options = {"num_warps": TILES.warps, "num_stages": 2 if target.startswith("gfx") else TILES.stages} | options
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}

@@ -35,7 +35,7 @@ class TileSizes(NamedTuple):
 
 SIZES = TileSizes()
 
-# ---- kernels ----
+# ---- kernels: compiled once for a model, whatever the rows of a call (do_not_specialize) ----
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _nothing(ROWS: tl.constexpr) -> tl.tensor:
     return zero + LOWEST, zero, zero, zero, zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _part_kernel(
     hidden: tl.tensor,
     weight: tl.tensor,
@@ -132,7 +132,7 @@ def _part_kernel(
     tl.store(at + 4 * n, found[4], rows < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "spans"])
 def _join_kernel(parts: tl.tensor, joined: tl.tensor, n: tl.tensor, spans: tl.tensor, ROWS: tl.constexpr) -> None:
     """Join parts [spans, 5, n] to statistics [5, n]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -155,7 +155,7 @@ def _join_kernel(parts: tl.tensor, joined: tl.tensor, n: tl.tensor, spans: tl.te
     tl.store(joined + 4 * n + rows, found[4], here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "first"])
 def _gradient_kernel(
     hidden: tl.tensor,
     weight: tl.tensor,
