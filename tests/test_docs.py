@@ -91,7 +91,7 @@ LEVELS = {
     "CPU": ("tests/",),
     "pretended GPU": ("tests/test_gpu.py", "tests/gpu_free/test_pretended.py"),
     "1,024 ranks": ("tests/rehearsal/",),
-    "interpreted": ("tests/models/kernels/interpreted.py",),
+    "interpreted": ("tests/models/kernels/interpreted",),
     "compiled": ("tests/models/kernels/test_kernels.py",),
 }
 """Level of the README's table -> files whose tests can show it."""

@@ -5,6 +5,7 @@ On a pretended device (``tests.gpu_free``) too; ``slow`` are those that ``make t
 
 import copy
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,11 @@ from tilth.checkpoint import Commit, Saver, begin_save, open_checkpoint
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.checksum import checksum
+from tilth.core.device import runs_triton
+from tilth.engines import sampling
 from tilth.engines.request import SamplingParams
 from tilth.flows.weight_sync import DEFAULT_MISMATCH
+from tilth.models import logprobs as heads
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.runs.readers import read_metrics, read_state
@@ -256,3 +260,52 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     again = run_recipe(longer, name="tiny", reward=tiny.close_enough, allow=["algorithm.steps"])
     assert [record["step"] for record in read_metrics(again.directory)] == list(range(1, 13))
     assert len(read_state(again.directory)["attempts"]) == 2
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Return a context in which the plain functions compute what kernels in Triton do; skip where these do not run."""
+    if not runs_triton(CUDA):
+        pytest.skip("kernels in Triton do not run here")
+
+    @contextmanager
+    def without():
+        with monkeypatch.context() as patch:
+            for module in (heads, sampling):
+                patch.setattr(module, "chosen", lambda name, x: None)
+            yield
+
+    return without
+
+
+@pytest.mark.parametrize("d", [96, 128])
+def test_the_kernel_of_the_output_head_has_its_reference_s_values(d, plain):
+    generator = torch.Generator().manual_seed(d)
+    hidden, weight = (torch.randn(n, d, generator=generator).to(CUDA) for n in (300, 5000))
+    hidden, targets = hidden.bfloat16(), torch.randint(5000, (300,), generator=generator).to(CUDA)
+
+    def found():
+        given = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        values = heads.token_logprobs(*given, targets, 3.0)
+        return [*values, *torch.autograd.grad(sum(x.sum() for x in values), given)]
+
+    ours, again = found(), found()
+    assert all(torch.equal(a, b) for a, b in zip(ours, again))
+    with plain():
+        wanted = found()
+    assert all((a - b).abs().max() < 0.1 for a, b in zip(ours[:2], wanted))
+    assert all((a - b).norm() < 0.02 * b.norm() for a, b in zip(ours[2:], wanted[2:]))
+
+
+def test_the_kernel_of_the_sampler_draws_as_its_reference(plain):
+    params = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=40, top_p=0.9, min_p=0.01)]
+    params = [*params, SamplingParams(top_p=0.5), SamplingParams(temperature=1.7, top_k=5)] * 20
+    generator = torch.Generator().manual_seed(0)
+    logits, uniform = torch.randn(100, 5001, generator=generator) * 3, torch.rand(100, generator=generator)
+    given = logits.to(CUDA), uniform.to(CUDA), sampling.Rules.of(params, CUDA)
+    ours = sampling.choose(*given).on_host()
+    with plain():
+        wanted = sampling.choose(*given).on_host()
+    alike = ours[0] == wanted[0]
+    assert alike.mean() > 0.97  # but at a token's edge
+    assert all(np.allclose(a[alike], b[alike], atol=1e-4) for a, b in zip(ours[1:], wanted[1:]))

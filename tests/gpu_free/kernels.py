@@ -80,6 +80,28 @@ def _norm_grad(ctx, grad):
 _norm.register_autograd(_norm_grad, setup_context=_norm_inputs)
 
 
+@torch.library.custom_op("pretended::choice", mutates_args=())
+def _choice(
+    logp: torch.Tensor, uniform: torch.Tensor, greedy: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
+    min_p: torch.Tensor, filtered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    from tilth.engines.sampling import Rules, choose_from
+
+    flags = {"unit": False, "any_greedy": True, "all_greedy": False, "most": logp.shape[1], "nucleus": True}
+    rules = Rules(torch.ones_like(top_p), greedy, top_k, top_p, min_p, filtered=filtered, **flags)
+    found = choose_from(logp, None, uniform, rules)
+    return found.tokens, torch.stack([found.logprobs, found.sampling if filtered else found.logprobs])
+
+
+class Sampler:
+    """Kernel of the sampler, in place of ``tilth.models.kernels.sampler``."""
+
+    @staticmethod
+    def choose(*given):
+        tokens, picked = torch.ops.pretended.choice(*given)
+        return tokens, picked[0], picked[1] if given[-1] else None
+
+
 def rms_norm(x, shape, weight=None, eps=None):
     if not isinstance(x, DeviceTensor):
         return _rms(x, shape, weight, eps)

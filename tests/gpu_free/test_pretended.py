@@ -4,6 +4,7 @@ In a process of its own, which ``test_rehearsal`` starts.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tests.gpu_free.counts import (
 )
 from tests.training.test_engine import batch
 from tilth.core.device import to_device, to_host
-from tilth.engines import runner
+from tilth.engines import runner, sampling
 from tilth.engines.cache import KVCache
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.runner import Graphs
@@ -69,6 +70,16 @@ def test_filters_wait_once_and_top_p_once_more():
     for params, waits in ((SamplingParams(max_tokens=40, top_k=5, min_p=0.1), 1), (TOP_P, 2)):
         counts = decode_step(params, compile=True)
         assert counts.waits.total() <= waits, counts.where
+
+
+def test_filters_are_in_the_graph_with_the_kernel_of_the_sampler(monkeypatch):
+    from tests.gpu_free.kernels import Sampler
+
+    monkeypatch.setattr(runner, "chosen", lambda name, x: Sampler)
+    monkeypatch.setattr(sampling, "chosen", lambda name, x: Sampler if x.is_cuda else None)
+    counts = decode_step(TOP_P, compile=True)
+    assert counts.graphs == 1 and counts.beside <= 6 and counts.waits.total() == 1, counts.where
+    assert same_as_a_cpu(TOP_P) > 0.9
 
 
 @SLOW
@@ -118,12 +129,12 @@ def test_log_probs_wait_once_a_micro_batch():
 # ---- faults ----
 
 
-def same_as_a_cpu():
+def same_as_a_cpu(params=GREEDY):
     """Return the share of the answers of graphs that are a CPU's, with log-probs.
 
     Few rows decode, more are placed, which need a larger cache, and few are left.
     """
-    requests = [Request(i, [3, i], SamplingParams(max_tokens=5 + 10 * (i < 4), temperature=0.0)) for i in range(12)]
+    requests = [Request(i, [3, i], replace(params, max_tokens=5 + 10 * (i < 4))) for i in range(12)]
     model = make_model(shape(1), dtype=torch.float32)
     engine, wanted = make_engine(model, device=CUDA, compile=True), make_engine(model).generate(requests)
     engine.submit(requests[:4])

@@ -152,7 +152,8 @@ def choose_from(
     change: float32 [B, V], added to the log-probs before the filters, 0 in a row that nothing changes.
     """
     if change is None and (kernel := chosen("sampler", logp)) is not None:
-        return Chosen(*kernel.choose(logp, uniform, rules))
+        own = (rules.greedy, rules.top_k, rules.top_p, rules.min_p)
+        return Chosen(*kernel.choose(logp, uniform, *own, rules.filtered))
     filtered, among = None, logp
     if change is not None:
         among = torch.where(change.any(-1, keepdim=True), torch.log_softmax(logp + change, -1), logp)

@@ -7,15 +7,10 @@ inputs give equal bits; the reference adds up in another one, so a token may dif
 share p, is within a rounding of a token's edge.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from tilth.engines.sampling import Rules
 
 BLOCK = 4096
 """Tokens of the vocabulary at a time."""
@@ -147,13 +142,18 @@ def _choice_kernel(
     tl.store(picked + rows + number, found - tl.log(total))
 
 
-def choose(logp: Tensor, uniform: Tensor, rules: "Rules") -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what ``engines.sampling.choose_from`` returns, given log-probs float32 [B, V] that nothing changes."""
+def choose(
+    logp: Tensor, uniform: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, filtered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row from log-probs float32 [B, V]. uniform: float32 [B] in [0, 1); then rules of each row.
+
+    Returns tokens int64 [B], and float32 [B] log-probs before filters and, if ``filtered``, after them.
+    """
     rows, v = logp.shape
     tokens, picked = torch.empty_like(uniform, dtype=torch.int64), logp.new_empty(2, rows)
     if rows:
         _choice_kernel[(rows,)](
-            logp.contiguous(), uniform, rules.greedy, rules.top_k, rules.top_p, rules.min_p, tokens, picked, v, rows,
-            FILTERED=rules.filtered, BLOCK=BLOCK, num_warps=WARPS,
+            logp.contiguous(), uniform, greedy, top_k, top_p, min_p, tokens, picked, v, rows, FILTERED=filtered,
+            BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    return tokens, picked[0], picked[1] if rules.filtered else None
+    return tokens, picked[0], picked[1] if filtered else None
