@@ -291,6 +291,8 @@ def test_the_kernel_of_the_output_head_has_its_reference_s_values(d, plain):
 
     ours, again = found(), found()
     assert all(torch.equal(a, b) for a, b in zip(ours, again))
+    alone = heads.token_logprobs(hidden[7:20], weight, targets[7:20], 3.0)
+    assert all(torch.equal(a[7:20], b) for a, b in zip(ours, alone))
     with plain():
         wanted = found()
     assert all((a - b).abs().max() < 0.1 for a, b in zip(ours[:2], wanted))

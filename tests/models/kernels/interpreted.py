@@ -152,6 +152,14 @@ def test_bf16_is_as_near_to_the_oracle_as_the_reference(entropy):
     assert all(a < 1.2 * b < 0.05 for a, b in zip(*off)), off
 
 
+def test_a_row_has_its_bits_whatever_rows_are_beside_it():
+    hidden, weight, targets = problem(20, 40, 50)
+    together = by_kernel(hidden, weight, targets)
+    for some in (slice(3, 4), slice(2, 19)):
+        alone = by_kernel(hidden[some], weight, targets[some])
+        assert all(torch.equal(a[some], b) for a, b in zip(together, alone))
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_input_may_need_no_gradient(which):
     inputs = list(problem(9, 4, 50))

@@ -3,7 +3,8 @@
 A program of the forward pass multiplies a tile of rows with one tile of the vocabulary after the other and keeps five
 numbers a row; a second kernel joins those of all parts of the vocabulary. The backward pass computes the tiles again
 and writes their gradient, a part of the vocabulary at a time, so each row of the weight's gradient is written once
-(parts of rows read and write all of it each time). No atomic operation: equal inputs give equal bits.
+(parts of rows read and write all of it each time). No atomic operation: equal inputs give equal bits, and log-probs
+and entropy of a row have the same bits whatever rows are beside it.
 
 Products add up in fp32. Logits are rounded to the dtype of hidden states, as those of the engine are.
 """
@@ -28,7 +29,7 @@ class TileSizes(NamedTuple):
     rows: int = 128
     columns: int = 128
     inner: int = 64
-    span: int = 4096
+    span: int = 1024
     warps: int = 8
     stages: int = 3
 
@@ -223,8 +224,8 @@ def statistics(
     joined = hidden.new_empty(5, n, dtype=torch.float32)
     if parts.numel():
         _part_kernel[(-(-n // SIZES.rows) * spans,)](
-            hidden.contiguous(), weight.contiguous(), targets, parts, n, v, d, 1 / temperature, WHOLE=whole,
-            EVEN=d % SIZES.inner == 0, SPAN=SIZES.span, **_how(),
+            hidden.contiguous(), weight.contiguous(), targets.contiguous(), parts, n, v, d, 1 / temperature,
+            WHOLE=whole, EVEN=d % SIZES.inner == 0, SPAN=SIZES.span, **_how(),
         )  # fmt: skip
     if n:
         _join_kernel[(-(-n // 128),)](parts, joined, n, spans, ROWS=128, num_warps=4)
@@ -247,7 +248,7 @@ def gradients(
     entropies, None for zeros. Other arguments are those of ``statistics``; one-hot are targets in [0, V) alone.
     """
     (n, d), v = hidden.shape, len(weight)
-    hidden, weight = hidden.contiguous(), weight.contiguous()
+    hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
     grad_hidden = hidden.new_zeros(n, d, dtype=torch.float32) if wanted[0] else None
     grad_weight = (weight.new_empty if n else weight.new_zeros)(v, d, dtype=dtype) if wanted[1] else None
     numbers = torch.stack([*kept, *(torch.zeros_like(kept[0]) if x is None else x.float() for x in incoming)])
