@@ -13,8 +13,8 @@ from tilth.models.parity import check_parity
 from tilth.models.steady import PaddedBlock, ProductShape, elementwise, steady_linear, steady_scores, steady_values
 
 CACHED = (
-    steady.reference, steady.keeps_bits, steady.row_blocks, steady.key_blocks, steady.of_heads,
-    steady._whole_block, parity._attends,
+    steady.reference, steady.keeps_bits, steady.summed, steady.row_blocks, steady.key_blocks,
+    steady._blocks, steady.of_heads, steady._whole_block, parity._attends,
 )  # fmt: skip
 
 

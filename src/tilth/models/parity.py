@@ -9,7 +9,8 @@ from torch import Tensor
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
-from tilth.models.steady import TAILS, ProductShape, keeps_bits, of_heads, reference, refusal
+from tilth.models.row_product import prepare
+from tilth.models.steady import TAILS, ProductShape, keeps_bits, of_heads, reference, refusal, summed
 from tilth.plan.kernels import ROW_MULTIPLE
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
@@ -25,6 +26,7 @@ def check_parity(config: DecoderConfig, dtype: torch.dtype) -> int:
 
     Raises RecipeError of ``train.parity`` that names those whose rows have other bits at other places.
     """
+    prepare()
     threads = torch.get_num_threads()
     shapes = dict.fromkeys(products(config, dtype, threads))
     wrong = [str(shape) for shape in shapes if reference(shape) is None]
@@ -34,6 +36,8 @@ def check_parity(config: DecoderConfig, dtype: torch.dtype) -> int:
     if wrong:
         raise refusal("; ".join(wrong), threads)
     linear = [shape for shape in shapes if shape.kind == "linear"]
+    if all(summed(shape, 1) for shape in linear):
+        return 1
     return next((rows for rows in TAILS if all(keeps_bits(shape, rows) for shape in linear)), ROW_MULTIPLE)
 
 

@@ -4,8 +4,9 @@ Matrix libraries choose a kernel, and with it the order of a sum, by the shape o
 number of threads; a rule measured on one maker's processor fails on another's. So every product is divided into blocks,
 each of one of a fixed set of shapes, the last one padded with zeros. The reference block has 16 rows (8 or 4 where rows
 depend on their place among 16) and, in attention, 256 keys. Any other block is used only if a trial on this machine,
-once for each shape, gives rows the bits that they have in the reference block. ``models.parity`` refuses a model with a
-shape that has no reference block.
+once for each shape, gives rows the bits that they have in the reference block; so is a kernel of our own that computes
+the last few rows without padding (``models.row_product``). ``models.parity`` refuses a model with a shape that has no
+reference block.
 
 Functions of single elements (SiLU, GELU, sigmoid) are computed by vectors, and by other code at the end of a tensor
 and of each thread's share: ``elementwise`` pads, so that no element is there.
@@ -25,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from tilth.core.errors import RecipeError
 from tilth.models.casts import cast
+from tilth.models.row_product import MOST, orders, ready, row_product
 from tilth.plan.kernels import CHUNK_ELEMENTS, KEYS, ROW_MULTIPLE, TAIL, round_up
 
 SIZES = (1024, 512, 256, 128, 64, 32, ROW_MULTIPLE)
@@ -169,6 +171,21 @@ class PaddedBlock(NamedTuple):
     stop: int
     size: int
     """Rows or keys of the product, above ``stop - start`` if it is padded."""
+    terms: int = 0
+    """Of a sum in a ``row_product``; 0: the library's product."""
+
+
+@lru_cache(4096)
+def summed(shape: ProductShape, rows: int) -> int:
+    """Return the terms of a sum with which a ``row_product`` of so many rows keeps bits; 0: there are none."""
+    known = reference(shape)
+    if known is None or shape.kind != "linear" or shape.dtype != torch.float32 or rows > MOST or not ready():
+        return 0
+    tried = _Tried(shape, KEY_BLOCK)
+    x, expected = (some.repeat(-(-rows // SAMPLES), 1)[:rows] for some in (tried.rows, known[1]))
+    room, fixed = torch.empty_like(expected), (tried.weight, tried.bias)
+    found = (terms for terms in orders(shape.out, shape.width))
+    return next((n for n in found if torch.equal(row_product(x, *fixed, room, n, shape.threads), expected)), 0)
 
 
 @lru_cache(4096)
@@ -182,6 +199,8 @@ def row_blocks(shape: ProductShape, rows: int, keys: int = KEY_BLOCK) -> tuple[P
         while rows - at >= size and (size == known[0] or keeps_bits(shape, size, keys)):
             found.append(PaddedBlock(at, at + size, size))
             at += size
+    if at < rows and (terms := summed(shape, rows - at)):
+        return (*found, PaddedBlock(at, rows, rows - at, terms))
     while at < rows:
         least = (size for size in TAILS if size >= rows - at and keeps_bits(shape, size, keys))
         size = next(least, known[0])
@@ -232,25 +251,38 @@ def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not weight.numel():
         return F.linear(x, weight, bias)  # compiled code has no parity mode, a rank without words no sums
-    out, width = weight.shape
-    shape = ProductShape("linear", out, width, x.dtype, torch.get_num_threads(), bias is not None)
-    if not _mode.on and reference(shape) is None:  # the head of an engine or trainer without parity
-        return F.linear(x, weight, bias)
-    blocks = row_blocks(shape, len(x))
-    if len(blocks) == 1 and blocks[0].size == len(x):
+    sizes = weight.shape[0], weight.shape[1], x.dtype, torch.get_num_threads(), bias is not None
+    blocks = _blocks(*sizes, x.shape[0], _mode.on)
+    if not blocks:
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _linear(x, weight, bias, blocks)
     return _Linear.apply(x, weight, bias, blocks)
 
 
+@lru_cache(4096)
+def _blocks(
+    out: int, width: int, dtype: torch.dtype, threads: int, biased: bool, rows: int, on: bool
+) -> tuple[PaddedBlock, ...]:
+    """Return the blocks of a linear layer's product; none where the library's product of all rows does."""
+    shape = ProductShape("linear", out, width, dtype, threads, biased)
+    if not on and reference(shape) is None:  # the head of an engine or trainer without parity
+        return ()
+    blocks = row_blocks(shape, rows)
+    return () if len(blocks) == 1 and blocks[0].size == rows and not blocks[0].terms else blocks
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[PaddedBlock, ...]) -> Tensor:
-    found = x.new_empty(len(x), len(weight))
-    for start, stop, size in blocks:
-        if size == stop - start:
+    found = x.new_empty(x.shape[0], weight.shape[0])
+    if blocks[0].terms:
+        return row_product(x, weight, bias, found, blocks[0].terms, torch.get_num_threads())
+    for start, stop, size, terms in blocks:
+        if terms:
+            row_product(x[start:stop], weight, bias, found[start:stop], terms, torch.get_num_threads())
+        elif size == stop - start:
             mm(x[start:stop], weight, bias, found[start:stop])
         else:
-            room = x.new_empty(size, len(weight))
+            room = x.new_empty(size, weight.shape[0])
             found[start:stop] = mm(_filled(x[start:stop], size), weight, bias, room)[: stop - start]
     return found
 
@@ -362,7 +394,7 @@ def _values(weights: Tensor, v: Tensor, shape: ProductShape, block: PaddedBlock)
 
 def _by_rows(left: Tensor, right: Tensor, shape: ProductShape, keys: int) -> Tensor:
     blocks = row_blocks(shape, left.shape[1], keys)
-    found = [bmm(_filled(left[:, at:stop], size), right)[:, : stop - at] for at, stop, size in blocks]
+    found = [bmm(_filled(left[:, at:stop], size), right)[:, : stop - at] for at, stop, size, _ in blocks]
     return _cat(found, 1, left.new_empty(len(left), 0, right.shape[2]))
 
 

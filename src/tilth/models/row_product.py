@@ -1,0 +1,95 @@
+"""Product of a few rows with a weight in a matrix library's order of sums (C++, built once for a machine).
+
+In parity mode a row has the bits that it has in a block of 16 rows (``models.steady``), so a library computes 4 to 16
+rows for one. The order of the sums in such a block is simple: MKL adds fused multiply-adds one after another, up to
+``BLOCKS`` terms (found from where a great term absorbs the others, arXiv 2411.00442), and these sums one after another.
+A kernel with this order needs the rows that there are. ``steady`` tries it for each shape: another order costs time.
+"""
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MOST = 15
+"""Rows of a product at most; it is as fast as a library's of 16 rows, or faster (measured)."""
+BLOCKS = (384, 192)
+"""Terms of a sum: MKL's on processors of Intel and of AMD, both with AVX-512."""
+LEAST = 16
+"""Inputs and outputs of a weight at least: one vector."""
+SHARED = 1 << 16
+"""Elements of a weight from which on threads share a product."""
+SOURCE = Path(__file__).with_name("row_product.cpp")
+FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
+
+
+_kernel: Callable[..., None] | None = None
+
+
+@cache
+def prepare() -> None:
+    """Load the kernel, built if no process of this user has built it; where that fails, print why, once."""
+    global _kernel
+    try:
+        found = ctypes.CDLL(str(_library())).row_product
+    except (OSError, ValueError, subprocess.SubprocessError) as trouble:
+        why = [*(getattr(trouble, "stderr", None) or str(trouble)).strip().splitlines(), type(trouble).__name__][0]
+        text = f"the product of few rows cannot be built ({why}), so each is computed in a block of 4 to 16"
+        print(f"tilth: train.parity: {text}", file=sys.stderr)
+        return
+    found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_int]
+    _kernel = found
+
+
+def ready() -> bool:
+    """Return True if the kernel is loaded."""
+    return _kernel is not None
+
+
+def _library() -> Path:
+    """Return the path of the built library, in torch's folder of extensions. Raises ValueError, OSError or
+    SubprocessError."""
+    from torch.utils.cpp_extension import get_cxx_compiler, get_default_build_root
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in FLAGS or platform.system() == "Windows":
+        raise ValueError(f"it needs AVX2 or AVX-512 and no Windows, here are {capability} and {platform.system()}")
+    flags = ["-std=c++17", "-O2", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", *FLAGS[capability]]
+    compiler, source = get_cxx_compiler(), SOURCE.read_bytes()
+    digest = f"{zlib.crc32(source + ' '.join([compiler, *flags]).encode()):08x}"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    built = root / f"tilth_row_product_{digest}.so"
+    if not built.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        mine = built.with_suffix(f".{os.getpid()}")
+        command = [compiler, *flags, str(SOURCE), "-o", str(mine)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        mine.replace(built)
+    return built
+
+
+def orders(out: int, width: int) -> Iterator[int]:
+    """Yield numbers of terms of a sum that a library may have: a width up to twice a block is divided evenly."""
+    if out >= LEAST and width >= LEAST:
+        yield from dict.fromkeys(width if width <= n else -(-width // 2) if width <= 2 * n else n for n in BLOCKS)
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, terms: int, threads: int) -> Tensor:
+    """Compute x [n, in] times weight [out, in], plus bias, all float32, n up to ``MOST``: ``out`` [n, out], contiguous.
+
+    terms: of a sum in order. A row has the same bits for every n and number of threads. The kernel is ``ready``.
+    """
+    assert _kernel is not None
+    x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
+    added, shares = None if bias is None else bias.data_ptr(), threads if weight.numel() >= SHARED else 1
+    columns, width = weight.shape
+    _kernel(x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), x.shape[0], width, columns, terms, shares)
+    return out

@@ -1,0 +1,93 @@
+"""The product of a few rows: its order of sums, and where it is not used."""
+
+import pytest
+import torch
+
+from tests.models.test_steady import forget
+from tests.models.tiny import FAMILIES
+from tilth.models import row_product, steady
+from tilth.models.parity import check_parity
+from tilth.models.row_product import MOST, orders
+from tilth.models.steady import ProductShape, steady_linear
+
+SIZES = [(24, 40), (17, 33), (70, 252), (40, 500), (48, 688), (16, 770), (40, 15), (3, 64)]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    row_product.prepare()
+    forget()
+    yield
+    forget()
+
+
+def shape_of(out: int, width: int, biased: bool = False) -> ProductShape:
+    return ProductShape("linear", out, width, torch.float32, torch.get_num_threads(), biased)
+
+
+@pytest.fixture
+def kernel() -> None:
+    if not row_product.ready():
+        pytest.skip("the kernel cannot be built here")
+
+
+@pytest.mark.parametrize(("out", "width"), [(24, 40), (17, 33), (40, 250), (300, 256)])
+def test_sums_of_some_terms_are_added_one_after_another(kernel: None, out: int, width: int) -> None:
+    some, terms = torch.Generator().manual_seed(0), 32
+    x, weight, bias = (  # float64 holds every product and sum of these exactly: each term is rounded once, as fused
+        torch.randint(-2000, 2000, size, generator=some).float() for size in ((MOST, width), (out, width), (out,))
+    )
+    expected = bias.expand(MOST, out)
+    for begin in range(0, width, terms):
+        total = torch.zeros(MOST, out)
+        for k in range(begin, min(begin + terms, width)):
+            total = (total.double() + x[:, k, None].double() * weight[:, k].double()).float()
+        expected = expected + total
+    for threads in (1, 2):
+        for rows in (1, 2, 7, MOST):
+            found = row_product.row_product(x[:rows], weight, bias, torch.empty(rows, out), terms, threads)
+            assert torch.equal(found, expected[:rows])
+    assert not torch.equal(expected, (bias + x.double() @ weight.double().t()).float()), "the order shows"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("out", "width"), SIZES)
+def test_few_rows_have_the_bits_of_many(out: int, width: int, biased: bool) -> None:
+    some = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(size, generator=some) for size in ((64, width), (out, width), (out,)))
+    whole = steady_linear(x, weight, bias if biased else None)
+    for rows in (1, 2, 3, 8, 13, 15, 17, 31):
+        assert torch.equal(steady_linear(x[-rows:], weight, bias if biased else None), whole[-rows:])
+
+
+def test_an_order_that_this_machine_does_not_have_is_not_used(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(size, 250, generator=some) for size in (16, 48))
+    whole = steady_linear(x, weight)
+    forget()
+    monkeypatch.setattr(steady, "orders", lambda *_: iter((100, 7)))
+    assert not steady.summed(shape_of(48, 250), 1)
+    assert torch.equal(steady_linear(x[:3], weight), whole[:3])
+
+
+def test_weights_smaller_than_a_vector_have_no_orders() -> None:
+    assert [*orders(15, 64), *orders(64, 15)] == []
+    assert [*orders(64, 300)] == [300, 150] and [*orders(64, 701)] == [351, 192] and [*orders(64, 4864)] == [384, 192]
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_blocks_are_padded_and_one_sentence_says_so(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(row_product, "_kernel", None)
+    row_product.prepare.cache_clear()
+    try:
+        for _ in range(2):
+            assert check_parity(FAMILIES["qwen3"], torch.float32) in steady.TAILS
+        assert [block.size for block in steady.row_blocks(shape_of(24, 40), 1)] != [1]
+        (said,) = capfd.readouterr().err.splitlines()
+        assert compiler in said and "train.parity" in said and not [*tmp_path.iterdir()]
+    finally:
+        row_product.prepare.cache_clear()
