@@ -14,6 +14,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import logits_logprobs, token_logprobs
+from tilth.models.row_product import prepare
 from tilth.models.steady import steady_linear
 
 LENGTHS = [5, 33, 20, 37, 17, 32, 1, 34, 23]
@@ -175,6 +176,9 @@ def cases(draw: st.DrawFn) -> tuple[DecoderConfig, torch.dtype, list[int], list[
     bucket = draw(st.sampled_from([size for size in (16, 32, 48, 64, 80, 128, 160, 272) if size >= longest]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     return config, dtype, lengths, some, bucket, draw(st.integers(1, 2))
+
+
+prepare()  # as an engine or trainer does
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -1,4 +1,4 @@
-"""The product of a few rows: its order of sums, and where it is not used."""
+"""Products of a few rows: their order of sums, and where they are not used."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.models.tiny import FAMILIES
 from tilth.models import row_product, steady
 from tilth.models.parity import check_parity
 from tilth.models.row_product import MOST, orders
-from tilth.models.steady import ProductShape, steady_linear
+from tilth.models.steady import ProductShape, steady_linear, steady_scores, steady_values
 
 SIZES = [(24, 40), (17, 33), (70, 252), (40, 500), (48, 688), (16, 770), (40, 15), (3, 64)]
 
@@ -60,6 +60,20 @@ def test_few_rows_have_the_bits_of_many(out: int, width: int, biased: bool) -> N
         assert torch.equal(steady_linear(x[-rows:], weight, bias if biased else None), whole[-rows:])
 
 
+@pytest.mark.parametrize("width", [6, 24, 32, 80])
+@pytest.mark.parametrize("keys", [16, 208, 256, 640])
+def test_attention_of_few_rows_has_the_bits_of_many(width: int, keys: int) -> None:
+    some = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(size, generator=some) for size in ((5, 48, width), (5, 720, width), (5, 720, width)))
+    scores = steady_scores(q, k)
+    weights = torch.softmax(scores.masked_fill(torch.arange(720) >= keys, -torch.inf), -1)
+    mixed = steady_values(weights, v)
+    with torch.no_grad():
+        for heads, rows in ((slice(3, 4), slice(8, 9)), (slice(0, 5), slice(20, 27)), (slice(1, 4), slice(0, 15))):
+            assert torch.equal(steady_scores(q[heads, rows], k[heads, :keys]), scores[heads, rows, :keys])
+            assert torch.equal(steady_values(weights[heads, rows, :keys], v[heads, :keys]), mixed[heads, rows])
+
+
 def test_an_order_that_this_machine_does_not_have_is_not_used(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     some = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(size, 250, generator=some) for size in (16, 48))
@@ -68,6 +82,15 @@ def test_an_order_that_this_machine_does_not_have_is_not_used(kernel: None, monk
     monkeypatch.setattr(steady, "orders", lambda *_: iter((100, 7)))
     assert not steady.summed(shape_of(48, 250), 1)
     assert torch.equal(steady_linear(x[:3], weight), whole[:3])
+
+
+@pytest.mark.parametrize("kind", ["linear", "scores", "values"])
+def test_the_library_order_is_found(kernel: None, kind: str) -> None:
+    """Each kind of product is tried with the order of this machine's library (Intel and AMD with AVX-512)."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("the orders of other libraries are not known")
+    shape = ProductShape(kind, *((256, 32) if kind == "scores" else (32, 256)), torch.float32, 1)
+    assert steady.reference(shape) is None or steady.summed(shape, 1)
 
 
 def test_weights_smaller_than_a_vector_have_no_orders() -> None:
@@ -81,7 +104,7 @@ def test_without_a_compiler_blocks_are_padded_and_one_sentence_says_so(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(row_product, "_kernel", None)
+    monkeypatch.setattr(row_product, "_library", None)
     row_product.prepare.cache_clear()
     try:
         for _ in range(2):

@@ -1,4 +1,4 @@
-// Rows [n, width] times the transpose of a weight [out, width], plus a bias: sums of ``terms`` fused multiply-adds in
+// Linear layers: rows [n, width] times the transpose of a weight [out, width], plus a bias: sums of ``terms`` fused multiply-adds in
 // ascending order, added one after another. W outputs of a panel are computed side by side, so squares of the weight
 // are transposed in registers: no copy of it is kept, which would have to follow its updates.
 #include <cstdint>
@@ -73,22 +73,79 @@ static void panel(const float* x, const float* weight, const float* bias, float*
     for (int i = skip; i < W; i++) y[n * out + i] = total[n][i];
 }
 
-template <int N>
-static void product(const float* x, const float* weight, const float* bias, float* y, long width, long out, long terms,
-                    int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (long number = 0; number < (out + W - 1) / W; number++) {
-    const long wanted = number * W, at = wanted + W <= out ? wanted : out - W;  // the last panel reaches back
-    panel<N>(x, weight + at * width, bias ? bias + at : bias, y + at, width, out, terms, wanted - at);
+// A team of one would cost a part of a microsecond.
+template <class Body>
+static void each(long n, int threads, Body body) {
+  if (threads > 1) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++) body(i);
+  } else {
+    for (long i = 0; i < n; i++) body(i);
   }
 }
 
+template <int N>
+static void product(const float* x, const float* weight, const float* bias, float* y, long width, long out, long terms,
+                    int threads) {
+  each((out + W - 1) / W, threads, [=](long number) {
+    const long wanted = number * W, at = wanted + W <= out ? wanted : out - W;  // the last panel reaches back
+    panel<N>(x, weight + at * width, bias ? bias + at : bias, y + at, width, out, terms, wanted - at);
+  });
+}
+
+// Weights [N, keys] times P * W columns of v [keys, width]; two vectors side by side hide what an addition takes.
+template <int N, int P>
+static void columns(const float* weights, const float* v, float* y, long keys, long width, long terms, long block) {
+  Vector total[N * P] = {}, part[N * P] = {}, sum[N * P];
+  for (long start = 0; start < keys; start += block) {
+    const long stop = start + block < keys ? start + block : keys;
+    for (long begin = start; begin < stop; begin += terms) {
+      const long end = begin + terms < stop ? begin + terms : stop;
+      for (int i = 0; i < N * P; i++) sum[i] = Vector{};
+      for (long k = begin; k < end; k++)
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++) {
+          const Vector row = load(v + k * width + p * W);
+#pragma GCC unroll 16
+          for (int n = 0; n < N; n++) sum[n * P + p] += weights[n * keys + k] * row;
+        }
+      for (int i = 0; i < N * P; i++) part[i] = begin > start ? part[i] + sum[i] : sum[i];
+    }
+    for (int i = 0; i < N * P; i++) total[i] = start ? total[i] + part[i] : part[i];
+  }
+  for (int i = 0; i < N * P; i++) *(Unaligned*)(y + i / P * width + i % P * W) = total[i];
+}
+
+template <int N>
+static void mix(const float* weights, const float* v, float* y, long keys, long width, long terms, long block) {
+  constexpr int P = N < 8 ? 2 : 1;
+  long at = 0;
+  for (; at + P * W <= width; at += P * W) columns<N, P>(weights, v + at, y + at, keys, width, terms, block);
+  if (at < width) columns<N, 1>(weights, v + at, y + at, keys, width, terms, block);
+}
+
+#define EVERY(f) f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>, f<9>, f<10>, f<11>, f<12>, f<13>, f<14>, f<15>
 using Product = void(const float*, const float*, const float*, float*, long, long, long, int);
-static Product* const products[] = {product<1>, product<2>, product<3>, product<4>, product<5>,
-                                    product<6>, product<7>, product<8>, product<9>, product<10>,
-                                    product<11>, product<12>, product<13>, product<14>, product<15>};
+using Mix = void(const float*, const float*, float*, long, long, long, long);
+static Product* const products[] = {EVERY(product)};
+static Mix* const mixes[] = {EVERY(mix)};
 
 extern "C" void row_product(const float* x, const float* weight, const float* bias, float* y, long rows, long width,
                             long out, long terms, int threads) {
   products[rows - 1](x, weight, bias, y, width, out, terms, threads);
+}
+
+// stride: elements from one head's keys (values) to the next one's.
+extern "C" void row_scores(const float* q, const float* k, float* y, long heads, long stride, long rows, long width,
+                           long keys, long terms, int threads) {
+  each(heads, threads, [=](long h) {
+    products[rows - 1](q + h * rows * width, k + h * stride, nullptr, y + h * rows * keys, width, keys, terms, 1);
+  });
+}
+
+extern "C" void row_values(const float* weights, const float* v, float* y, long heads, long stride, long rows,
+                           long width, long keys, long terms, long block, int threads) {
+  each(heads, threads, [=](long h) {
+    mixes[rows - 1](weights + h * rows * keys, v + h * stride, y + h * rows * width, keys, width, terms, block);
+  });
 }

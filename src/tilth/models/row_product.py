@@ -1,4 +1,4 @@
-"""Product of a few rows with a weight in a matrix library's order of sums (C++, built once for a machine).
+"""Products of a few rows in a matrix library's order of sums (C++, built once for a machine).
 
 In parity mode a row has the bits that it has in a block of 16 rows (``models.steady``), so a library computes 4 to 16
 rows for one. The order of the sums in such a block is simple: MKL adds fused multiply-adds one after another, up to
@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,30 +31,31 @@ SOURCE = Path(__file__).with_name("row_product.cpp")
 FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
 
 
-_kernel: Callable[..., None] | None = None
+_library: ctypes.CDLL | None = None
 
 
 @cache
 def prepare() -> None:
-    """Load the kernel, built if no process of this user has built it; where that fails, print why, once."""
-    global _kernel
+    """Load the kernels, built if no process of this user has built it; where that fails, print why, once."""
+    global _library
     try:
-        found = ctypes.CDLL(str(_library())).row_product
+        found = ctypes.CDLL(str(_built()))
     except (OSError, ValueError, subprocess.SubprocessError) as trouble:
         why = [*(getattr(trouble, "stderr", None) or str(trouble)).strip().splitlines(), type(trouble).__name__][0]
-        text = f"the product of few rows cannot be built ({why}), so each is computed in a block of 4 to 16"
+        text = f"products of few rows cannot be built ({why}), so each is computed in a block of 4 to 16"
         print(f"tilth: train.parity: {text}", file=sys.stderr)
         return
-    found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_int]
-    _kernel = found
+    for function, pointers, numbers in ((found.row_product, 4, 4), (found.row_scores, 3, 6), (found.row_values, 3, 7)):
+        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_long] * numbers + [ctypes.c_int]
+    _library = found
 
 
 def ready() -> bool:
-    """Return True if the kernel is loaded."""
-    return _kernel is not None
+    """Return True if the kernels are loaded."""
+    return _library is not None
 
 
-def _library() -> Path:
+def _built() -> Path:
     """Return the path of the built library, in torch's folder of extensions. Raises ValueError, OSError or
     SubprocessError."""
     from torch.utils.cpp_extension import get_cxx_compiler, get_default_build_root
@@ -78,7 +79,7 @@ def _library() -> Path:
 
 def orders(out: int, width: int) -> Iterator[int]:
     """Yield numbers of terms of a sum that a library may have: a width up to twice a block is divided evenly."""
-    if out >= LEAST and width >= LEAST:
+    if min(out, width) >= LEAST:
         yield from dict.fromkeys(width if width <= n else -(-width // 2) if width <= 2 * n else n for n in BLOCKS)
 
 
@@ -87,9 +88,43 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, ter
 
     terms: of a sum in order. A row has the same bits for every n and number of threads. The kernel is ``ready``.
     """
-    assert _kernel is not None
+    assert _library is not None
     x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
-    added, shares = None if bias is None else bias.data_ptr(), threads if weight.numel() >= SHARED else 1
+    added, shares = None if bias is None else bias.data_ptr(), _shares(weight.numel(), threads)
     columns, width = weight.shape
-    _kernel(x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), x.shape[0], width, columns, terms, shares)
+    _library.row_product(
+        x.data_ptr(), weight.data_ptr(), added, out.data_ptr(), x.shape[0], width, columns, terms, shares
+    )
     return out
+
+
+def row_scores(q: Tensor, k: Tensor, terms: int, threads: int) -> Tensor:
+    """Return q [n, rows, width] times the transpose of k [n, keys, width], as ``row_product``: [n, rows, keys]."""
+    assert _library is not None
+    (heads, rows, width), keys = q.shape, k.shape[1]
+    q, k, found = q.contiguous(), _packed(k), q.new_empty(heads, rows, keys)
+    sizes = (heads, k.stride(0), rows, width, keys, terms, _shares(found.numel() * width, threads))
+    _library.row_scores(q.data_ptr(), k.data_ptr(), found.data_ptr(), *sizes)
+    return found
+
+
+def row_values(weights: Tensor, v: Tensor, terms: int, block: int, threads: int) -> Tensor:
+    """Return weights [n, rows, keys] times v [n, keys, width], a width of whole vectors: [n, rows, width].
+
+    terms: of a sum; sums of a block of keys are added, then the blocks.
+    """
+    assert _library is not None
+    (heads, rows, keys), width = weights.shape, v.shape[2]
+    weights, v, found = weights.contiguous(), _packed(v), v.new_empty(heads, rows, width)
+    sizes = (heads, v.stride(0), rows, width, keys, terms, block, _shares(found.numel() * keys, threads))
+    _library.row_values(weights.data_ptr(), v.data_ptr(), found.data_ptr(), *sizes)
+    return found
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return x [n, keys, width] with the elements of each n in order; slots behind its keys may follow."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _shares(products: int, threads: int) -> int:
+    return threads if products >= SHARED else 1

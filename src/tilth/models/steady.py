@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from tilth.core.errors import RecipeError
 from tilth.models.casts import cast
-from tilth.models.row_product import MOST, orders, ready, row_product
+from tilth.models.row_product import LEAST, MOST, orders, ready, row_product, row_scores, row_values
 from tilth.plan.kernels import CHUNK_ELEMENTS, KEYS, ROW_MULTIPLE, TAIL, round_up
 
 SIZES = (1024, 512, 256, 128, 64, 32, ROW_MULTIPLE)
@@ -177,15 +177,23 @@ class PaddedBlock(NamedTuple):
 
 @lru_cache(4096)
 def summed(shape: ProductShape, rows: int) -> int:
-    """Return the terms of a sum with which a ``row_product`` of so many rows keeps bits; 0: there are none."""
+    """Return the terms of a sum with which so many rows keep bits in ``models.row_product``; 0: there are none."""
     known = reference(shape)
-    if known is None or shape.kind != "linear" or shape.dtype != torch.float32 or rows > MOST or not ready():
+    if known is None or shape.dtype != torch.float32 or rows > MOST or not ready():
+        return 0
+    if shape.kind == "values" and shape.out % LEAST:
         return 0
     tried = _Tried(shape, KEY_BLOCK)
     x, expected = (some.repeat(-(-rows // SAMPLES), 1)[:rows] for some in (tried.rows, known[1]))
-    room, fixed = torch.empty_like(expected), (tried.weight, tried.bias)
-    found = (terms for terms in orders(shape.out, shape.width))
-    return next((n for n in found if torch.equal(row_product(x, *fixed, room, n, shape.threads), expected)), 0)
+
+    def result(terms: int) -> Tensor:
+        if shape.kind == "linear":
+            return row_product(x, tried.weight, tried.bias, torch.empty_like(expected), terms, shape.threads)
+        if shape.kind == "scores":
+            return row_scores(x[None], tried.weight[None], terms, shape.threads)[0]
+        return row_values(x[None], tried.weight.t()[None], terms, KEY_BLOCK, shape.threads)[0]
+
+    return next((terms for terms in orders(shape.out, shape.width) if torch.equal(result(terms), expected)), 0)
 
 
 @lru_cache(4096)
@@ -199,7 +207,7 @@ def row_blocks(shape: ProductShape, rows: int, keys: int = KEY_BLOCK) -> tuple[P
         while rows - at >= size and (size == known[0] or keeps_bits(shape, size, keys)):
             found.append(PaddedBlock(at, at + size, size))
             at += size
-    if at < rows and (terms := summed(shape, rows - at)):
+    if at < rows and shape.kind == "linear" and (terms := summed(shape, rows - at)):
         return (*found, PaddedBlock(at, rows, rows - at, terms))
     while at < rows:
         least = (size for size in TAILS if size >= rows - at and keeps_bits(shape, size, keys))
@@ -333,6 +341,8 @@ def steady_scores(q: Tensor, k: Tensor) -> Tensor:
     A row has the same bits for every n and number of rows, a score for every number of keys.
     """
     shape = of_heads("scores", q.shape[2], q.dtype, torch.get_num_threads())
+    if k.shape[1] >= LEAST and (terms := _few(shape, q.shape[1], q.shape[2])):
+        return row_scores(q, k, terms, shape.threads)
     q, k = (_widened(x, shape.width) for x in (q, k))
     return _over_keys(q, k.transpose(1, 2), shape)
 
@@ -348,8 +358,16 @@ def steady_values(weights: Tensor, v: Tensor) -> Tensor:
     A row has the same bits for every n, number of rows and number of keys behind whose weights are 0.
     """
     shape, width = of_heads("values", v.shape[2], v.dtype, torch.get_num_threads()), v.shape[2]
+    if terms := _few(shape, weights.shape[1], width):
+        return row_values(weights, v, terms, KEY_BLOCK, shape.threads)
     found = _over_keys(weights, _widened(v, shape.out), shape)
     return found if shape.out == width else found[..., :width]
+
+
+def _few(shape: ProductShape, rows: int, width: int) -> int:
+    """Return ``summed`` of attention without a gradient whose heads, so wide, are not padded."""
+    widest = shape.width if shape.kind == "scores" else shape.out
+    return 0 if torch.is_grad_enabled() or rows > MOST or width != widest else summed(shape, rows)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
