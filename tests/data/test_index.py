@@ -11,18 +11,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.data.reading import load_texts
 from tests.errors import raises
 from tests.memory import start_tracing
 from tilth.config.load import from_dict
-from tilth.config.schema import DataConfig
+from tilth.config.schema import DataConfig, MixtureSource
 from tilth.core.errors import DataError
 from tilth.data import cache, index, records, sources
-from tilth.data.columns import Prompt
-from tilth.data.origin import Home
+from tilth.data.columns import PlainPrompts, Prompt
+from tilth.data.origin import Home, RecordOrigin
 from tilth.data.pairs import read_pairs
 from tilth.data.prompts import Texts, load_source
 from tilth.data.sources import read_documents, read_prompts
@@ -224,6 +224,53 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path):
     os.truncate(file, 100)
     with raises(DataError, "records.arrow.changed"):
         prompts[0]
+
+
+# ---- together ----
+
+VALUES = st.one_of(st.none(), st.integers(), st.floats(), st.booleans(), st.text(max_size=3), st.just([1]))
+RECORD = st.dictionaries(st.sampled_from(["prompt", "answer", "text", "messages", "b", "a"]), VALUES)
+COLUMNS = st.dictionaries(
+    st.sampled_from(["prompt", "answer", "messages", "text"]), st.sampled_from(["prompt", "answer", "b", "{a}"])
+)
+
+
+@given(st.lists(RECORD, max_size=5), COLUMNS, st.sampled_from([read_prompts, read_documents]))
+@example([{"prompt": "\ud800"}, {"prompt": "x", "answer": "\ud800"}, {"prompt": "\x1cx\u00e9"}], {}, read_prompts)
+@example([{"prompt": "x", "b": "1", "a": "\ud800"}, {"prompt": "x", "answer": "null"}], {}, read_prompts)
+@example([{"prompt": "x"}, {"prompt": "x", "b": None}], {"answer": "b"}, read_prompts)
+@example([{"prompt": "x", "b": "y"}], {"messages": "b"}, read_prompts)
+@example([{"text": "x", "prompt": "y"}, {"text": "x"}], {}, read_documents)
+def test_records_are_indexed_and_stored_together_as_one_by_one(found, columns, read):
+    """A record that is taken gives the prompt of one that is read alone, and is none with an error or left out."""
+    origin = RecordOrigin("data.source", MixtureSource(source=__file__), columns=columns)
+    with patch.object(sources, "gather", lambda read, origin, material, make, plain: (make, plain)):
+        make, plain = read(origin)
+    together, prompts = plain(), []
+    for number, record in enumerate(found):
+        if together.add(dict(record), f"d.jsonl:{number}", len(prompts)):
+            prompts.append(make(record, f"d.jsonl:{number}", len(prompts)))  # raises for one that is not to be taken
+    assert whole(together) == whole(prompts)
+    one, other = (index.Indexer(digests=True) for _ in range(2))
+    one.add_next(together)
+    assert index._all_encoded(together) == [index._encoded(other.add(p)) for p in prompts]
+    one, other = one.done(), other.done()
+    assert (one.alphabet, one.fingerprint) == (other.alphabet, other.fingerprint)
+    for column in ("hashes", "sizes", "wholes", "digests"):
+        assert np.array_equal(getattr(one, column), getattr(other, column)), column
+
+
+@pytest.mark.parametrize("read", [read_prompts, read_documents], ids=lambda read: read.__name__)
+def test_plain_records_are_taken_together_and_others_keep_their_place(tmp_path, monkeypatch, read):
+    taken, add = [], index.Indexer.add_next
+    monkeypatch.setattr(index.Indexer, "add_next", lambda self, found: taken.append(found) or add(self, found))
+    name = "prompt" if read is read_prompts else "text"
+    found = [{name: f"{i}", **({"x": [i]} if i == 7 else {})} for i in range(10)] + [{"prompt": "", "text": ""}]
+    data = write(tmp_path / "d.jsonl", found)
+    mixed = data.model_copy(update={"mixture": (MixtureSource(name="a", source=data.source, on_error="skip"),)})
+    prompts = load_source(mixed, {}, read, Home(str(tmp_path)))
+    assert [p.text for p in prompts] == list("0123456789") and [p.index for p in prompts] == list(range(10))
+    assert [len(one) if isinstance(one, PlainPrompts) else 1 for one in taken] == [7, 1, 2]
 
 
 # ---- equal samples ----

@@ -23,7 +23,7 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA
 from tilth.data.cache import CacheEntry, FileState, state_of
-from tilth.data.columns import Pair, Prompt, plain, record_key
+from tilth.data.columns import Pair, PlainPrompts, Prompt, each_prompt, plain, record_key
 from tilth.data.computed import mixed
 
 IN_MEMORY = 1 << 18
@@ -95,6 +95,32 @@ class Indexer:
         """Characters of the alphabet that are one byte."""
         self._content = hashlib.blake2b(digest_size=8)
         self._pairs = self._media = False
+
+    def add_next(self, found: Prompt | PlainPrompts) -> Prompt | PlainPrompts:
+        """Add the next prompt, or the next ones, and return what was added."""
+        if isinstance(found, Prompt):
+            return self.add(found)
+        self._add_plain(found)
+        return found
+
+    def _add_plain(self, found: PlainPrompts) -> None:
+        """Add each as ``add`` would."""
+        texts, answers = found.encoded
+        keys = [text.strip() for text in found.texts]
+        same = zip(texts, found.texts, keys)
+        self._crcs.extend([zlib.crc32(data if key is text else key.encode()) for data, text, key in same])
+        self._sizes.extend(map(len, texts))
+        self._wholes.extend([len(text) + len(answer) for text, answer in zip(texts, answers)])
+        self._texts += texts
+        self._texts += answers
+        infos = [
+            said if len(info) == 1 or [*info] == sorted(info) else _digest(info)
+            for info, said in zip(found.infos, _json_of(found)[1])
+        ]
+        self._contents += [f"[{text}, {info}]" for text, info in zip(map(encode_basestring_ascii, found.texts), infos)]
+        if self.digests:
+            self._digests.extend(map(sample_digest, found))
+        self._take_in()
 
     def add(self, p: Prompt) -> Prompt:
         """Add the next prompt, and return it."""
@@ -189,6 +215,27 @@ def _encoded(p: Prompt) -> bytes:
     whole = None if p.whole == p.text else p.whole
     found = _plain_json([p.answer, p.info, p.messages, p.where, p.pairs, p.tools, whole])
     return b"%b%b%b" % (found.encode(), _TEXT, p.text.encode())
+
+
+def _json_of(found: PlainPrompts) -> tuple[list[str], list[str]]:
+    """Return the JSON of each answer and of each info, made once."""
+    if found.json is None:
+        answers = ["null" if answer is None else encode_basestring_ascii(answer) for answer in found.answers]
+        infos = [
+            f'{{"answer": {said}}}' if len(info) == 1 and said != "null" else _plain_json(info)
+            for info, said in zip(found.infos, answers)
+        ]
+        found.json = answers, infos
+    return found.json
+
+
+def _all_encoded(found: Prompt | PlainPrompts) -> list[bytes]:
+    """Return each prompt as ``_encoded`` does."""
+    if isinstance(found, Prompt):
+        return [_encoded(found)]
+    rest = "[], [], " + ("null]" if found.documents else '""]') + _TEXT.decode()
+    columns = zip(*_json_of(found), map(encode_basestring_ascii, found.places), found.encoded[0])
+    return [f"[{answer}, {info}, [], {where}, {rest}".encode() + text for answer, info, where, text in columns]
 
 
 class Prompts(Protocol):
@@ -291,7 +338,7 @@ class Stored:
 
 
 def keep(
-    prompts: Iterable[Prompt],
+    prompts: Iterable[Prompt | PlainPrompts],
     entry: CacheEntry | None,
     left: Mapping[str, int],
     *,
@@ -306,23 +353,23 @@ def keep(
     if entry is not None and entry.damage() == "":
         stored = Stored.opened(entry)
         return stored, stored.index()
-    indexer, held, size = Indexer(digests=digests), list[Prompt](), 0
-    coming = map(indexer.add, prompts)
-    for prompt in coming:
-        held.append(prompt)
-        size += len(prompt.document)
+    indexer, held, size = Indexer(digests=digests), list[Prompt | PlainPrompts](), 0
+    coming = map(indexer.add_next, prompts)
+    for found in coming:
+        held.append(found)
+        size += sum(len(prompt.document) for prompt in each_prompt([found]))
         if entry is not None and size > IN_MEMORY // sources:
             break
     else:
-        return held, indexer.done(left)
+        return list(each_prompt(held)), indexer.done(left)
     with entry.writing("the index of the data") as (file, about):
         _write(file, chain(held, coming), indexer)
-        found = indexer.done(left)
-        about |= {"alphabet": found.alphabet, "fingerprint": found.fingerprint, "left": found.left}
-    return Stored.opened(entry), found
+        index = indexer.done(left)
+        about |= {"alphabet": index.alphabet, "fingerprint": index.fingerprint, "left": index.left}
+    return Stored.opened(entry), index
 
 
-def _write(file: Path, prompts: Iterable[Prompt], indexer: Indexer) -> None:
+def _write(file: Path, prompts: Iterable[Prompt | PlainPrompts], indexer: Indexer) -> None:
     """Write prompts that the indexer has seen when they come, a batch of them at a time."""
     import pyarrow as pa
 
@@ -335,9 +382,9 @@ def _write(file: Path, prompts: Iterable[Prompt], indexer: Indexer) -> None:
             columns = indexer.columns(start, start + len(items))[: len(schema) - 1]
             writer.write_batch(pa.record_batch([pa.array(items, pa.binary()), *columns], schema=schema))
 
-        for prompt in prompts:
-            items.append(_encoded(prompt))
-            size += len(items[-1])
+        for item in chain.from_iterable(map(_all_encoded, prompts)):
+            items.append(item)
+            size += len(item)
             if size > _BATCH:
                 flush()
                 start, size, items = start + len(items), 0, []

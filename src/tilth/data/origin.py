@@ -20,7 +20,7 @@ from tilth.config.schema import DataConfig, MixtureSource
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError
 from tilth.data.cache import CACHE, CacheEntry
-from tilth.data.columns import Columns, Prompt, record_key
+from tilth.data.columns import Columns, PlainPrompts, Prompt, record_key
 from tilth.data.computed import Source
 from tilth.data.formats import is_source, missing, source_files, tried_records
 from tilth.data.given import Given, RandomAccess, is_random_access, nothing_in, placed
@@ -34,7 +34,10 @@ ARGUMENTS = {"source": "data", "heldout": "heldout"}
 """Names of these arguments of ``tilth.train``."""
 Make = Callable[[Any, str, int], Prompt | None]
 """(record, its place, number of the prompt) -> prompt, pair or document."""
+Plain = Callable[[], PlainPrompts]
 _FORMAT = "tilth records 4"
+_TOGETHER = 1 << 16
+"""Characters of prompts that are indexed together."""
 
 
 @dataclass
@@ -99,12 +102,20 @@ class RecordOrigin:
             return Material(tried_records(self.name))
         return Material(placed(given, name), given if is_random_access(given) else None, name)
 
-    def prompts(self, material: "Material", make: Make) -> Iterator[Prompt]:
+    def prompts(self, material: "Material", make: Make, plain: Plain | None = None) -> Iterator[Prompt | PlainPrompts]:
         """Yield what ``make`` makes of each record (None: nothing) behind filter and transform, numbered in order.
 
         Records that the filter leaves out, or an error where ``on_error`` is skip, are counted in ``material.left``.
+        plain: what holds those together that it takes, where nothing stands between record and prompt.
         """
+        together = plain() if plain is not None and not (self.part.filter or self.part.transform) else None
         for sample, (where, record) in enumerate(material.records):
+            if together is not None and together.add(record, where, len(material.samples)):
+                material.samples.append(sample)
+                if together.size > _TOGETHER:
+                    yield together
+                    together = plain()
+                continue
             try:
                 if isinstance(record, DataError):
                     raise record
@@ -119,8 +130,13 @@ class RecordOrigin:
                 material.left.setdefault(f"first: {error}", 0)
                 continue
             if found is not None:
+                if together:
+                    yield together
+                    together = plain()
                 material.samples.append(sample)
                 yield found
+        if together:
+            yield together
 
     def prompt(self, record: Any, where: str, sample: int, make: Make, number: int) -> Prompt | None:
         """Return what ``make`` makes of one record behind the transform."""

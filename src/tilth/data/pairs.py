@@ -94,7 +94,7 @@ def read_pairs(origin: RecordOrigin) -> Source:
     if not origin.is_task:
         material = origin.material()
         assert isinstance(material, Material)
-        return gather(read_pairs, origin, material, partial(_paired, columns=origin.columns), _grouped)
+        return gather(read_pairs, origin, material, partial(_paired, columns=origin.columns), join=_grouped)
     if wrong := task_of(origin.name).wrong:
         return TaskPairs(read_prompts(origin), wrong)
     having = ", ".join(other for other in task_names() if task_of(other).wrong)

@@ -7,11 +7,11 @@ from typing import Any
 
 from tilth.config.schema import MixtureSource
 from tilth.core.errors import DataError
-from tilth.data.columns import Columns, Prompt, plain, to_document, to_prompt
+from tilth.data.columns import Columns, PlainPrompts, Prompt, each_prompt, plain, to_document, to_prompt
 from tilth.data.computed import Source, has_media
 from tilth.data.given import Given, RandomAccess, place_of, read_at
 from tilth.data.index import Indexer, Prompts, keep
-from tilth.data.origin import Make, Material, RecordOrigin
+from tilth.data.origin import Make, Material, Plain, RecordOrigin
 from tilth.data.records import Records
 from tilth.data.template import transcript
 
@@ -50,7 +50,7 @@ def read_prompts(origin: RecordOrigin) -> Source:
         return material
     columns = {} if origin.is_task and not origin.part.columns else origin.columns
     make = partial(_prompt, columns=columns, files=not (origin.brought or origin.is_task))
-    return gather(read_prompts, origin, material, make)
+    return gather(read_prompts, origin, material, make, partial(PlainPrompts, columns))
 
 
 def _prompt(record: Any, where: str, number: int, columns: Columns, *, files: bool) -> Prompt:
@@ -81,16 +81,27 @@ def read_documents(origin: RecordOrigin) -> Source:
         found = to_document(record, where, origin.columns, render)
         return Prompt(number, found.prompt or found.text, where=where, whole=found.text) if found.text else None
 
-    return gather(read_documents, origin, material, make)
+    return gather(read_documents, origin, material, make, partial(PlainPrompts, origin.columns, documents=True))
 
 
-def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, join: Join = iter) -> Records:
+def gather(
+    read: Read,
+    origin: RecordOrigin,
+    material: Material,
+    make: Make,
+    plain: Plain | None = None,
+    *,
+    join: Join = iter,
+) -> Records:
     """Return what ``make`` makes of the records of a source, kept beside the token cache if it is much.
 
-    join: makes prompts of them, where several records are one. Raises ``DataError`` for a source without any.
+    plain: holds together what would be indexed one by one. join: makes prompts of them, where several records are one.
+    Raises ``DataError`` for a source without any.
     """
-    coming = join(origin.prompts(material, make))
     files, digests = not (origin.brought or origin.is_task), origin.data.deduplicate
+    entry = origin.entry(read.__name__) if files else None
+    found_prompts = origin.prompts(material, make, plain if entry is not None else None)
+    coming = found_prompts if join is iter else join(each_prompt(found_prompts))
     if material.random is not None and join is iter:
         indexer = Indexer(digests=digests)
         for prompt in coming:
@@ -99,12 +110,11 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
         found = Records(prompts, indexer.done(material.left))
     elif files:
         how: dict[str, Any] = {"sources": len(origin.data.sources), "digests": digests}
-        entry = origin.entry(read.__name__)
         prompts, index = keep(coming, entry, material.left, **how)
         few = entry is not None and isinstance(prompts, list)  # a process that gets them imports nothing that reads
         found = Records(prompts, index, None if few else (read, origin))
     else:
-        held = list(coming)
+        held = list(each_prompt(coming))
         found = Records(held, media=any(p.media for p in held), left=material.left)
     if not len(found):
         raise origin.nothing(found.left, documents=read is read_documents)
