@@ -245,14 +245,14 @@ def test_records_are_indexed_and_stored_together_as_one_by_one(found, columns, r
     """A record that is taken gives the prompt of one that is read alone, and is none with an error or left out."""
     origin = RecordOrigin("data.source", MixtureSource(source=__file__), columns=columns)
     with patch.object(sources, "gather", lambda read, origin, material, make, plain: (make, plain)):
-        make, plain = read(origin)
-    together, prompts = plain(), []
+        make, together = read(origin)
+    prompts = []
     for number, record in enumerate(found):
         if together.add(dict(record), f"d.jsonl:{number}", len(prompts)):
             prompts.append(make(record, f"d.jsonl:{number}", len(prompts)))  # raises for one that is not to be taken
     assert whole(together) == whole(prompts)
     one, other = (index.Indexer(digests=True) for _ in range(2))
-    one.add_next(together)
+    one.add(together)
     assert index._all_encoded(together) == [index._encoded(other.add(p)) for p in prompts]
     one, other = one.done(), other.done()
     assert (one.alphabet, one.fingerprint) == (other.alphabet, other.fingerprint)
@@ -262,8 +262,8 @@ def test_records_are_indexed_and_stored_together_as_one_by_one(found, columns, r
 
 @pytest.mark.parametrize("read", [read_prompts, read_documents], ids=lambda read: read.__name__)
 def test_plain_records_are_taken_together_and_others_keep_their_place(tmp_path, monkeypatch, read):
-    taken, add = [], index.Indexer.add_next
-    monkeypatch.setattr(index.Indexer, "add_next", lambda self, found: taken.append(found) or add(self, found))
+    taken, add = [], index.Indexer.add
+    monkeypatch.setattr(index.Indexer, "add", lambda self, found: taken.append(found) or add(self, found))
     name = "prompt" if read is read_prompts else "text"
     found = [{name: f"{i}", **({"x": [i]} if i == 7 else {})} for i in range(10)] + [{"prompt": "", "text": ""}]
     data = write(tmp_path / "d.jsonl", found)

@@ -144,6 +144,10 @@ class PlainPrompts:
         self._columns, self._name, self._answer = columns, columns.get(role, role), columns.get("answer", "answer")
         self._turns = "messages" in columns and "prompt" not in columns
 
+    def next(self) -> "PlainPrompts":
+        """Return an empty one of this kind."""
+        return PlainPrompts(self._columns, documents=self.documents)
+
     def __len__(self) -> int:
         return len(self.texts)
 

@@ -96,15 +96,16 @@ class Indexer:
         self._content = hashlib.blake2b(digest_size=8)
         self._pairs = self._media = False
 
-    def add_next(self, found: Prompt | PlainPrompts) -> Prompt | PlainPrompts:
+    def add(self, found: Prompt | PlainPrompts) -> Prompt | PlainPrompts:
         """Add the next prompt, or the next ones, and return what was added."""
         if isinstance(found, Prompt):
-            return self.add(found)
-        self._add_plain(found)
+            self._add_prompt(found)
+        else:
+            self._add_plain(found)
         return found
 
     def _add_plain(self, found: PlainPrompts) -> None:
-        """Add each as ``add`` would."""
+        """Add each as ``_add_prompt`` would."""
         texts, answers = found.encoded
         keys = [text.strip() for text in found.texts]
         same = zip(texts, found.texts, keys)
@@ -122,8 +123,7 @@ class Indexer:
             self._digests.extend(map(sample_digest, found))
         self._take_in()
 
-    def add(self, p: Prompt) -> Prompt:
-        """Add the next prompt, and return it."""
+    def _add_prompt(self, p: Prompt) -> None:
         text, answer, whole, key = p.text.encode(), (p.answer or "").encode(), p.whole.encode(), p.key
         self._crcs.append(zlib.crc32(text if key is p.text else key.encode()))
         self._sizes.append(len(text))
@@ -142,7 +142,6 @@ class Indexer:
         self._waiting += len(self._contents[-1]) + len(answer) + len(whole)
         if self._waiting > _TEXTS:
             self._take_in()
-        return p
 
     def _take_in(self) -> None:
         """Add the texts that wait to the alphabet, and their contents to the digest."""
@@ -354,7 +353,7 @@ def keep(
         stored = Stored.opened(entry)
         return stored, stored.index()
     indexer, held, size = Indexer(digests=digests), list[Prompt | PlainPrompts](), 0
-    coming = map(indexer.add_next, prompts)
+    coming = map(indexer.add, prompts)
     for found in coming:
         held.append(found)
         size += sum(len(prompt.document) for prompt in each_prompt([found]))

@@ -34,7 +34,6 @@ ARGUMENTS = {"source": "data", "heldout": "heldout"}
 """Names of these arguments of ``tilth.train``."""
 Make = Callable[[Any, str, int], Prompt | None]
 """(record, its place, number of the prompt) -> prompt, pair or document."""
-Plain = Callable[[], PlainPrompts]
 _FORMAT = "tilth records 4"
 _TOGETHER = 1 << 16
 """Characters of prompts that are indexed together."""
@@ -102,19 +101,22 @@ class RecordOrigin:
             return Material(tried_records(self.name))
         return Material(placed(given, name), given if is_random_access(given) else None, name)
 
-    def prompts(self, material: "Material", make: Make, plain: Plain | None = None) -> Iterator[Prompt | PlainPrompts]:
+    def prompts(
+        self, material: "Material", make: Make, together: PlainPrompts | None = None
+    ) -> Iterator[Prompt | PlainPrompts]:
         """Yield what ``make`` makes of each record (None: nothing) behind filter and transform, numbered in order.
 
         Records that the filter leaves out, or an error where ``on_error`` is skip, are counted in ``material.left``.
-        plain: what holds those together that it takes, where nothing stands between record and prompt.
+        together: holds, empty at first, those that it takes, unless filter or transform stands before the prompt.
         """
-        together = plain() if plain is not None and not (self.part.filter or self.part.transform) else None
+        if self.part.filter or self.part.transform:
+            together = None
         for sample, (where, record) in enumerate(material.records):
             if together is not None and together.add(record, where, len(material.samples)):
                 material.samples.append(sample)
                 if together.size > _TOGETHER:
                     yield together
-                    together = plain()
+                    together = together.next()
                 continue
             try:
                 if isinstance(record, DataError):
@@ -132,7 +134,7 @@ class RecordOrigin:
             if found is not None:
                 if together:
                     yield together
-                    together = plain()
+                    together = together.next()
                 material.samples.append(sample)
                 yield found
         if together:

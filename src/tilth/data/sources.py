@@ -11,7 +11,7 @@ from tilth.data.columns import Columns, PlainPrompts, Prompt, each_prompt, plain
 from tilth.data.computed import Source, has_media
 from tilth.data.given import Given, RandomAccess, place_of, read_at
 from tilth.data.index import Indexer, Prompts, keep
-from tilth.data.origin import Make, Material, Plain, RecordOrigin
+from tilth.data.origin import Make, Material, RecordOrigin
 from tilth.data.records import Records
 from tilth.data.template import transcript
 
@@ -50,7 +50,7 @@ def read_prompts(origin: RecordOrigin) -> Source:
         return material
     columns = {} if origin.is_task and not origin.part.columns else origin.columns
     make = partial(_prompt, columns=columns, files=not (origin.brought or origin.is_task))
-    return gather(read_prompts, origin, material, make, partial(PlainPrompts, columns))
+    return gather(read_prompts, origin, material, make, PlainPrompts(columns))
 
 
 def _prompt(record: Any, where: str, number: int, columns: Columns, *, files: bool) -> Prompt:
@@ -81,7 +81,7 @@ def read_documents(origin: RecordOrigin) -> Source:
         found = to_document(record, where, origin.columns, render)
         return Prompt(number, found.prompt or found.text, where=where, whole=found.text) if found.text else None
 
-    return gather(read_documents, origin, material, make, partial(PlainPrompts, origin.columns, documents=True))
+    return gather(read_documents, origin, material, make, PlainPrompts(origin.columns, documents=True))
 
 
 def gather(
@@ -89,7 +89,7 @@ def gather(
     origin: RecordOrigin,
     material: Material,
     make: Make,
-    plain: Plain | None = None,
+    plain: PlainPrompts | None = None,
     *,
     join: Join = iter,
 ) -> Records:
