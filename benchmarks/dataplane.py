@@ -1,6 +1,10 @@
 """Load mixtures as torch's DataLoader, torchdata's StatefulDataLoader and this package's source loaders do it.
 
-    python benchmarks/dataplane.py [--quick] [--json PATH] [--cases mixture,large,schedule,lost]
+    python benchmarks/dataplane.py [--quick] [--json PATH] [--cases index,mixture,large,schedule,lost]
+
+index: tilth alone, sources that a process opens for the first time (cold: each record is read once, and written with
+its index) and that another one opens again (warm): seconds, and those of its processor; us of it for a line; growth of
+the peak of memory.
 
 mixture: each rank is a process that has imported torch and sleeps for a step instead of computing. torch and torchdata:
 each rank has a loader with one worker, whose dataset opens all sources: of JSON lines the offsets and the files, of
@@ -91,13 +95,21 @@ class Sources:
         return int(self.order.size)
 
 
-def make_sources(folder: Path, count: int, samples: int, steps: int, tokenizer: str, kind: str = "jsonl") -> Sources:
-    """Write ``count`` sources of as many samples each, and draw the order."""
+def make_sources(
+    folder: Path,
+    count: int,
+    samples: int,
+    steps: int,
+    tokenizer: str,
+    kind: str = "jsonl",
+    sizes: Sequence[int] = SIZES,
+) -> Sources:
+    """Write ``count`` sources of as many samples each, and draw the order. sizes: words of a sample, by source."""
     folder.mkdir(parents=True)
     rng, files = np.random.default_rng(SEED), []
     for number in range(count):
         files.append(str(folder / f"s{number}.{kind}"))
-        size = SIZES[number % len(SIZES)]
+        size = sizes[number % len(sizes)]
         words = [rng.choice(WORDS, rng.integers(size // 2, size * 3 // 2)) for _ in range(samples)]
         prompts = [f"source {number} sample {i}: {' '.join(own)}" for i, own in enumerate(words)]
         answers = [str(own[0]) for own in words]
@@ -294,6 +306,18 @@ def compared(
 # ---- tilth alone ----
 
 
+def indexed(sources: Sources) -> Iterator[dict[str, Any]]:
+    """Yield the row of sources that one process opens cold, and another one warm."""
+    job = {"contender": "index", "files": sources.files, "home": str(sources.folder / "runs")}
+    row: dict[str, Any] = {"case": "index", "contender": "tilth", "sources": len(sources.files)}
+    for state in ("cold", "warm"):
+        command = [sys.executable, str(RANK), json.dumps(job)]
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        row |= {"lines": found["lines"], "fingerprint": found["fingerprint"][:16]}
+        row |= {f"{state}_{key}": found[key] for key in ("seconds", "processor_s", "peak_mb")}
+    yield row | {"line_us": 1e6 * row["cold_processor_s"] / row["lines"]}
+
+
 def alone(sources: Sources, plan: list[dict[str, float]], shadows: int = 0) -> SourceLoaders:
     """Start loaders in this process, as the first rank does; each imports a plugin that imports torch."""
     slow = sources.folder / "slow.py"
@@ -432,6 +456,9 @@ def main(options: Namespace) -> None:
         Tokenizer.train(texts, 400).save(folder)
         steps = 5 if options.quick else 20
         five = make_sources(folder / "five", 5, 200, max(steps, 10), name)
+        if "index" in chosen:
+            for count, samples in [(1, 20_000), (5, 1_000)] if options.quick else [(1, LARGE), (300, 3_000)]:
+                add(indexed(make_sources(folder / f"index-{count}", count, samples, 1, name, sizes=SIZES[:1])))
         if "schedule" in chosen:
             add(scheduled(five, 8 if options.quick else 16))
         if "lost" in chosen:
@@ -453,5 +480,5 @@ LARGE = 1_000_000
 
 if __name__ == "__main__":
     parser = benchmark_parser(__doc__, "5 sources, 2 ranks, nothing large")
-    parser.add_argument("--cases", default="mixture,large,schedule,lost", help="what is measured, by commas")
+    parser.add_argument("--cases", default="index,mixture,large,schedule,lost", help="what is measured, by commas")
     main(parser.parse_args())

@@ -131,11 +131,35 @@ def plane(job: dict[str, Any]) -> Iterator[list[Sample]]:
         yield samples[:: job["ranks"]]
 
 
-def shared_loaders(job: dict[str, Any]) -> Any:
-    """Open the sources as a run does, and start the processes that load them."""
+def opened(job: dict[str, Any]) -> tuple[Any, Any]:
+    """Open the sources as a run does; return their keys and their prompts."""
     from tilth.config.schema import DataConfig, MixtureSource
     from tilth.data.origin import Home
     from tilth.data.prompts import load_source
+
+    parts = tuple(MixtureSource(name=Path(file).stem, source=file) for file in job["files"])
+    data = DataConfig(source="", mixture=parts)
+    return data, load_source(data, home=Home(job["home"]))
+
+
+def index(job: dict[str, Any]) -> None:
+    """Open the sources, and tell what that took."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory is that of now
+    before, processor, began = status("VmHWM"), time.process_time(), time.perf_counter()
+    _, prompts = opened(job)
+    spent = {"seconds": time.perf_counter() - began, "processor_s": time.process_time() - processor}
+    peak = (status("VmHWM") - before) / 1024
+    say({**spent, "lines": len(prompts), "fingerprint": prompts.fingerprint(), "peak_mb": peak})
+
+
+def status(name: str) -> int:
+    """Return a figure of this process in KB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+def shared_loaders(job: dict[str, Any]) -> Any:
+    """Open the sources as a run does, and start the processes that load them."""
     from tilth.data.records import Records, parts_of
     from tilth.data.template import template_names
     from tilth.data.tokenizer import Tokenizer
@@ -143,9 +167,7 @@ def shared_loaders(job: dict[str, Any]) -> Any:
     from tilth.roles.source_loader import LoaderSettings
     from tilth.roles.source_loaders import SourceLoaders
 
-    parts = tuple(MixtureSource(name=Path(file).stem, source=file) for file in job["files"])
-    data = DataConfig(source="", mixture=parts)
-    prompts = load_source(data, home=Home(job["home"]))
+    data, prompts = opened(job)
     sources = {part.name: source for part, source in zip(data.sources, parts_of(prompts.source))}
     settings = LoaderSettings(template_names(data), Tokenizer.load(Path(job["tokenizer"])), CONTEXT)
     work = {name: float(source.wholes().mean()) for name, source in sources.items() if isinstance(source, Records)}
@@ -165,8 +187,7 @@ KEPT: list[Any] = []
 
 def limit(more: int) -> None:
     """Let this process, and what it forks, have at most so many MB of data more than it has now."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    has = int(next(line for line in status if line.startswith("VmData:")).split()[1]) >> 10
+    has = status("VmData") >> 10
     resource.setrlimit(resource.RLIMIT_DATA, (has + more << 20,) * 2)
 
 
@@ -213,6 +234,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     for name in ("numpy", "tilth.data.prompts", "tilth.data.template"):  # what all contenders import
         __import__(name)
+    if job["contender"] == "index":
+        index(job)
+        return
     kind = None if job["contender"] == "tilth" else kind_of(job["contender"])
     torch.set_num_threads(1)
     if job["limit_mb"]:

@@ -228,7 +228,11 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path):
 
 # ---- together ----
 
-VALUES = st.one_of(st.none(), st.integers(), st.floats(), st.booleans(), st.text(max_size=3), st.just([1]))
+VALUES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.floats(), st.booleans(), st.text(max_size=3), st.just(b"\xff")),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=3,
+)
 RECORD = st.dictionaries(st.sampled_from(["prompt", "answer", "text", "messages", "b", "a"]), VALUES)
 COLUMNS = st.dictionaries(
     st.sampled_from(["prompt", "answer", "messages", "text"]), st.sampled_from(["prompt", "answer", "b", "{a}"])
@@ -238,6 +242,7 @@ COLUMNS = st.dictionaries(
 @given(st.lists(RECORD, max_size=5), COLUMNS, st.sampled_from([read_prompts, read_documents]))
 @example([{"prompt": "\ud800"}, {"prompt": "x", "answer": "\ud800"}, {"prompt": "\x1cx\u00e9"}], {}, read_prompts)
 @example([{"prompt": "x", "b": "1", "a": "\ud800"}, {"prompt": "x", "answer": "null"}], {}, read_prompts)
+@example([{"prompt": "x", "a": {"z": 1, "b": [b"\xff"]}}, {"prompt": "x", "a": {"z": 1, "b": []}}], {}, read_prompts)
 @example([{"prompt": "x"}, {"prompt": "x", "b": None}], {"answer": "b"}, read_prompts)
 @example([{"prompt": "x", "b": "y"}], {"messages": "b"}, read_prompts)
 @example([{"text": "x", "prompt": "y"}, {"text": "x"}], {}, read_documents)
@@ -265,11 +270,13 @@ def test_plain_records_are_taken_together_and_others_keep_their_place(tmp_path, 
     taken, add = [], index.Indexer.add
     monkeypatch.setattr(index.Indexer, "add", lambda self, found: taken.append(found) or add(self, found))
     name = "prompt" if read is read_prompts else "text"
-    found = [{name: f"{i}", **({"x": [i]} if i == 7 else {})} for i in range(10)] + [{"prompt": "", "text": ""}]
+    other = {"messages": TURNS} if read is read_prompts else {"prompt": "7"}
+    found = [other if i == 7 else {name: f"{i}"} for i in range(10)] + [{"prompt": "", "text": ""}]
     data = write(tmp_path / "d.jsonl", found)
     mixed = data.model_copy(update={"mixture": (MixtureSource(name="a", source=data.source, on_error="skip"),)})
     prompts = load_source(mixed, {}, read, Home(str(tmp_path)))
-    assert [p.text for p in prompts] == list("0123456789") and [p.index for p in prompts] == list(range(10))
+    assert [p.text for p in prompts] == ["2+2?" if i == 7 and "messages" in other else str(i) for i in range(10)]
+    assert [p.index for p in prompts] == list(range(10))
     assert [len(one) if isinstance(one, PlainPrompts) else 1 for one in taken] == [7, 1, 2]
 
 

@@ -125,7 +125,8 @@ class Prompt:
 
 
 class PlainPrompts:
-    """Prompts in columns, of records of texts and numbers alone: indexed and stored together, they take half the time.
+    """Prompts in columns, of records as JSON has them, without turns: indexed and stored together, they take half the
+    time.
 
     Iterating gives each as ``to_prompt`` makes it of its record, of documents as ``sources.read_documents`` does.
     """
@@ -160,16 +161,18 @@ class PlainPrompts:
     def add(self, record: Any, where: str, number: int) -> bool:
         """Add the prompt of a record, which becomes its info. False, with no change: it is of another kind, or one with
         an error."""
-        size = _plain_size(record)
-        text = record.get(self._name) if size else None
+        if type(record) is not dict:
+            return False
+        text = record.get(self._name)
         if type(text) is not str or not text or self._turns or (self.documents and self._has_prompt(record)):
             return False
         answer = None if self.documents else record.get(self._answer)
         if type(answer) is not str and (answer is not None or self._lacks_answer(record)):
             return False
         try:
+            self.size += _json_size(record.values())
             encoded = text.encode(), (answer or "").encode()
-        except UnicodeEncodeError:
+        except (TypeError, RecursionError, UnicodeEncodeError):
             return False
         if not self.texts:
             self.start = number
@@ -179,7 +182,6 @@ class PlainPrompts:
         self.encoded[1].append(encoded[1])
         self.infos.append({} if self.documents else record)
         self.places.append(where)
-        self.size += size
         del record[self._name]
         if answer is not None:
             record["answer"] = answer
@@ -192,17 +194,21 @@ class PlainPrompts:
         return not self.documents and "answer" in self._columns and self._answer not in record
 
 
-def _plain_size(record: Any) -> int:
-    """Characters of a record's values, of numbers none, and 1 for each value; 0 for one with others, or no object."""
-    if type(record) is not dict:
-        return 0
-    size = len(record)
-    for value in record.values():
+def _json_size(values: Iterable[Any]) -> int:
+    """Characters of values as JSON has them, of all but texts 1. Raises ``TypeError`` for any other value."""
+    size = 0
+    for value in values:
         kind = type(value)
         if kind is str:
             size += len(value)
-        elif kind not in _PLAIN:
-            return 0
+        elif kind in _PLAIN:
+            size += 1
+        elif kind is list:
+            size += _json_size(value) + 1
+        elif kind is dict:
+            size += _json_size(value.values()) + 1
+        else:
+            raise TypeError
     return size
 
 

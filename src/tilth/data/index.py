@@ -36,6 +36,7 @@ _KINDS = {"hash": np.uint32, "size": np.int64, "whole": np.int64, "digest": np.u
 """Columns of the file beside the items; the last one is there if digests were asked for."""
 _TEXTS = 1 << 16
 """Bytes of texts that are taken into alphabet and digest at once."""
+_NESTED = frozenset((dict, list))
 _TEXT = b"\0"
 """Byte before an item's text, which JSON has in none of its own."""
 
@@ -114,10 +115,7 @@ class Indexer:
         self._wholes.extend([len(text) + len(answer) for text, answer in zip(texts, answers)])
         self._texts += texts
         self._texts += answers
-        infos = [
-            said if len(info) == 1 or [*info] == sorted(info) else _digest(info)
-            for info, said in zip(found.infos, _json_of(found)[1])
-        ]
+        infos = [said if _is_sorted(info) else _digest(info) for info, said in zip(found.infos, _json_of(found)[1])]
         self._contents += [f"[{text}, {info}]" for text, info in zip(map(encode_basestring_ascii, found.texts), infos)]
         if self.digests:
             self._digests.extend(map(sample_digest, found))
@@ -214,6 +212,11 @@ def _encoded(p: Prompt) -> bytes:
     whole = None if p.whole == p.text else p.whole
     found = _plain_json([p.answer, p.info, p.messages, p.where, p.pairs, p.tools, whole])
     return b"%b%b%b" % (found.encode(), _TEXT, p.text.encode())
+
+
+def _is_sorted(info: Mapping[str, Any]) -> bool:
+    """True if ``_digest`` of an info is its JSON."""
+    return (len(info) == 1 or [*info] == sorted(info)) and _NESTED.isdisjoint(map(type, info.values()))
 
 
 def _json_of(found: PlainPrompts) -> tuple[list[str], list[str]]:
