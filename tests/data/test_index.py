@@ -280,6 +280,18 @@ def test_plain_records_are_taken_together_and_others_keep_their_place(tmp_path, 
     assert [len(one) if isinstance(one, PlainPrompts) else 1 for one in taken] == [7, 1, 2]
 
 
+@pytest.mark.parametrize("levels", [30, 40, 800])
+def test_a_nested_value_is_stored_or_refused_as_in_memory(tmp_path, levels):
+    (tmp_path / "d.jsonl").write_text(f'{{"prompt": "a", "x": {"[" * levels + "]" * levels}}}\n' * 2)
+    data, home = DataConfig(source=str(tmp_path / "d.jsonl")), Home(str(tmp_path))
+    if levels == 800:
+        with raises(DataError, "depth"):
+            load_source(data, home=home)
+        return
+    memory, stored = load_source(data), load_source(data, home=home)
+    assert whole(stored) == whole(memory) and stored.fingerprint() == memory.fingerprint()
+
+
 # ---- equal samples ----
 
 

@@ -37,6 +37,8 @@ SYNONYMS = {
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 _PROMPTS: tuple["ColumnRole", ...] = ("prompt", "messages")
 """Columns of which a record with a text may have one too."""
+_LEVELS = 32
+"""Levels of a record that is indexed together with others: whether more can be read depends on the stack."""
 _ROLES = ("system", "user", "assistant", "tool")
 CALL_ID = "tilth0000"
 """Id of a call that has none; some templates need nine characters."""
@@ -172,7 +174,7 @@ class PlainPrompts:
         try:
             self.size += _json_size(record.values())
             encoded = text.encode(), (answer or "").encode()
-        except (TypeError, RecursionError, UnicodeEncodeError):
+        except (TypeError, UnicodeEncodeError):
             return False
         if not self.texts:
             self.start = number
@@ -194,9 +196,12 @@ class PlainPrompts:
         return not self.documents and "answer" in self._columns and self._answer not in record
 
 
-def _json_size(values: Iterable[Any]) -> int:
-    """Characters of values as JSON has them, of all but texts 1. Raises ``TypeError`` for any other value."""
+def _json_size(values: Iterable[Any], level: int = 0) -> int:
+    """Characters of values as JSON has them, of all but texts 1. Raises ``TypeError`` for any other value, and for one
+    that is nested too deep."""
     size = 0
+    if level > _LEVELS:
+        raise TypeError
     for value in values:
         kind = type(value)
         if kind is str:
@@ -204,9 +209,9 @@ def _json_size(values: Iterable[Any]) -> int:
         elif kind in _PLAIN:
             size += 1
         elif kind is list:
-            size += _json_size(value) + 1
+            size += _json_size(value, level + 1) + 1
         elif kind is dict:
-            size += _json_size(value.values()) + 1
+            size += _json_size(value.values(), level + 1) + 1
         else:
             raise TypeError
     return size
