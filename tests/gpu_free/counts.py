@@ -71,8 +71,9 @@ def trainer(config=None, dtype=torch.bfloat16, **options):
     return TrainEngine(model, OptimizerConfig(lr=0.01), **{"total_steps": 9, "micro_tokens": 64, **options})
 
 
-def update(count, how="plain", config=None):
-    """Count an update of ``count`` micro-batches of two samples; "shared": of one prompt; "policy": with its loss."""
+def update(count, how="plain", config=None, **options):
+    """Count an update of ``count`` micro-batches of two samples; "shared": of one prompt; "policy": with its loss.
+    options: of the trainer."""
     rng, shared = np.random.default_rng(0), how == "shared"
     prompts = rng.integers(0, 11, (count, 2 - shared, 8))
     tokens = np.concatenate([np.repeat(prompts, 1 + shared, 1), rng.integers(0, 11, (count, 2, 24))], 2)
@@ -82,7 +83,7 @@ def update(count, how="plain", config=None):
     if how == "policy":
         columns = {name: rng.normal(size=len(mask)).astype(np.float32) for name in ("advantages", "rollout_logprobs")}
         loss = Objective.of(small.HOW, mask, tokens)
-    engine = trainer(config, micro_tokens=56 if shared else 64)
+    engine = trainer(config, micro_tokens=56 if shared else 64, **options)
     for _ in range(2):  # the first one makes what stays
         with device.counted() as counts:
             engine.update(tokens, mask, columns, loss, entropy=how == "policy")
@@ -107,6 +108,9 @@ def main():
             few, many = (update(count, how, shape(layers)) for count in (2, 4))
             _line(f"micro-batch, {how}, {layers} layers", many, few, 2)
         _line(f"step of 2 micro-batches, {how}, 4 layers", few)
+    for layers in (2, 4):
+        few, many = (update(count, config=shape(layers), offload=1.0) for count in (2, 4))
+        _line(f"micro-batch, plain, offloaded, {layers} layers", many, few, 2)
     print(f"\ngraphs captured for 48 answers: {captures()[0]}")
 
 

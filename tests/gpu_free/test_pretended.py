@@ -126,6 +126,18 @@ def test_log_probs_wait_once_a_micro_batch():
     assert counts.waits.total() <= 3, counts.where
 
 
+@pytest.mark.parametrize("share", [1.0, pytest.param(0.5, marks=SLOW)])
+def test_what_is_offloaded_goes_once_each_way_and_nobody_waits(monkeypatch, share):
+    made, init = [], HostActivations.__init__
+    monkeypatch.setattr(HostActivations, "__init__", lambda self, *given: made.append(self) or init(self, *given))
+    plain, moved = (update(1, config=shape(2), offload=offload) for offload in (0.0, share))
+    assert moved.waits == plain.waits and len(made) == 1
+    tensors, size = made[0].tensors / 2, made[0].bytes / 2  # of two updates
+    more = {name: moved.launches[name] - plain.launches[name] for name in ("aten.copy_", "aten.clone")}
+    assert tensors and more == {"aten.copy_": 3 * tensors, "aten.clone": tensors}  # out, back, and the rest beside it
+    assert moved.bytes["aten.copy_"] - plain.bytes["aten.copy_"] == 2 * size / share
+
+
 # ---- faults ----
 
 
