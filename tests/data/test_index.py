@@ -20,7 +20,7 @@ from tests.memory import start_tracing
 from tilth.config.load import from_dict
 from tilth.config.schema import DataConfig, MixtureSource
 from tilth.core.errors import DataError
-from tilth.data import cache, index, records, sources
+from tilth.data import cache, index, sources
 from tilth.data.columns import PlainPrompts, Prompt
 from tilth.data.origin import Home, RecordOrigin
 from tilth.data.pairs import read_pairs
@@ -298,9 +298,8 @@ def test_a_nested_value_is_stored_or_refused_as_in_memory(tmp_path, levels):
 @pytest.fixture
 def digested(monkeypatch):
     """The texts of samples whose digest is made."""
-    found, make = list[str](), index.sample_digest
-    for module in (index, records):
-        monkeypatch.setattr(module, "sample_digest", lambda p: found.append(p.text) or make(p))
+    found, make = list[str](), index._text_digest
+    monkeypatch.setattr(index, "_text_digest", lambda said: found.append(said.split("\0")[0]) or make(said))
     return found
 
 

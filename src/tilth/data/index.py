@@ -118,7 +118,9 @@ class Indexer:
         infos = [said if _is_sorted(info) else _digest(info) for info, said in zip(found.infos, _json_of(found)[1])]
         self._contents += [f"[{text}, {info}]" for text, info in zip(map(encode_basestring_ascii, found.texts), infos)]
         if self.digests:
-            self._digests.extend(map(sample_digest, found))
+            ends = found.texts if found.documents else [""] * len(found)
+            said = zip(found.texts, found.answers, ends)
+            self._digests.extend([_text_digest(f"{text}\0{answer or ''}\0{end}") for text, answer, end in said])
         self._take_in()
 
     def _add_prompt(self, p: Prompt) -> None:
@@ -177,7 +179,11 @@ def sample_digest(p: Prompt) -> int:
     same = "\0".join([*_said(p), p.whole])
     if p.messages or p.tools or p.media:
         same += _digest([p.messages, p.tools, *p.media])
-    return int.from_bytes(hashlib.blake2b(same.encode(), digest_size=8).digest(), "little")
+    return _text_digest(same)
+
+
+def _text_digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _digestible(value: Any) -> Any:
