@@ -12,7 +12,7 @@ from tilth.models import parity, steady
 from tilth.models.parity import check_parity
 from tilth.models.steady import PaddedBlock, ProductShape, elementwise, steady_linear, steady_scores, steady_values
 
-CACHED = (
+CACHED = (steady._joins, 
     steady.reference, steady.keeps_bits, steady.summed, steady.row_blocks, steady.key_blocks,
     steady._blocks, steady.of_heads, steady._whole_block, parity._attends,
 )  # fmt: skip
@@ -66,6 +66,18 @@ def random(*shape: int) -> Tensor:
 
 def linear_of(out: int, width: int) -> ProductShape:
     return ProductShape("linear", out, width, torch.float32, torch.get_num_threads())
+
+
+@pytest.mark.parametrize("threshold", [20, 40, 64])
+def test_joined_weights_keep_the_bits_of_each(machine, threshold: int) -> None:
+    machine(lambda n, rows, width, out: 1e-3 * (out > threshold))
+    x, weight, bias, sizes = random(5, 24), random(56, 24), random(56), [24, 16, 16]
+    with steady.steady():
+        for some in (None, bias):
+            biases = [None] * 3 if some is None else some.split(sizes)
+            apart = [steady_linear(x, *part) for part in zip(weight.split(sizes), biases)]
+            assert torch.equal(steady.joined_linear(x, weight, some, sizes), torch.cat(apart, 1))
+    assert steady._joins(linear_of(56, 24), (24, 16, 16)) == (threshold == 64)
 
 
 @pytest.mark.parametrize("least", [4, 8, 12, 16])

@@ -84,6 +84,7 @@ PARTS = st.lists(
 @example(["ab", b"\xe2"], {1}, (), False)
 @example(["  so", f"<tool_call>{CALL}</tool_call>"], {2}, (), True)
 @example(["so ", "<pad>", " ", "[TOOL_CALLS]", f"[{CALL}]"], {1, 2, 3}, (), True)
+@example(["<|im_start|>", "<pad>"], set(), ("<pad>",), False)
 def test_a_stream_with_tools_is_the_answer_in_one_piece(parts, places, stop, ended):
     request, turn = answer(parts, stop, ended)
     whole = ChatChoice(WORDS, request, BODY, calls=True).whole(turn)["message"]

@@ -27,7 +27,7 @@ from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wi
 from tilth.models.lora import Adapter, LinearChange
 from tilth.models.moe import ExpertContext, MoE
 from tilth.models.rope import Rope, Tables, along_one_axis, rotate, tables_of
-from tilth.models.steady import elementwise, linear, steady
+from tilth.models.steady import elementwise, joined_linear, linear, steady
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
 
@@ -130,9 +130,10 @@ def _joined(parts: list[Linear]) -> tuple[Tensor, Tensor | None]:
 
 def _product_of(parts: Sequence[Linear], joined: tuple[Tensor, Tensor | None], x: Tensor) -> Tensor:
     """Return x [N, in] through joined layers, with the changes of each: [N, out of all]."""
-    found = linear(x, *joined)
+    sizes = [part.weight.shape[0] for part in parts]
+    found = joined_linear(x, *joined, sizes)
     if any(part.lora is not None for part in parts):
-        for part, own in zip(parts, found.split([part.weight.shape[0] for part in parts], 1)):
+        for part, own in zip(parts, found.split(sizes, 1)):
             if part.lora is not None:
                 part.lora.add_(own, x)
     return found

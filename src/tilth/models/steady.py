@@ -13,7 +13,7 @@ and of each thread's share: ``elementwise`` pads, so that no element is there.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count
@@ -250,6 +250,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [N, in] times weight [out, in], plus bias, both cast to x's dtype: [N, out]."""
     weight, bias = cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype)
     return steady_linear(x, weight, bias) if _mode.on else F.linear(x, weight, bias)
+
+
+def joined_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> Tensor:
+    """Return ``linear`` of weights (and biases) that were joined, of ``sizes`` outputs, with the bits of each alone."""
+    if _mode.on and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        shape = ProductShape("linear", *weight.shape, x.dtype, torch.get_num_threads(), bias is not None)
+        if not _joins(shape, tuple(sizes)):
+            biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+            return torch.cat([linear(x, *part) for part in zip(weight.split(sizes), biases)], 1)
+    return linear(x, weight, bias)
+
+
+@lru_cache(4096)
+def _joins(shape: ProductShape, sizes: tuple[int, ...]) -> bool:
+    """Return True if outputs of joined weights have the bits that they have alone: a library may order the sums of more
+    outputs otherwise (MKL, AVX2)."""
+    known, tried, at = reference(shape), _Tried(shape, KEY_BLOCK), 0
+    for size in sizes:
+        some, alone = slice(at, at + size), reference(shape._replace(out=size))
+        if known is None or alone is None:
+            return False
+        x, bias = tried.rows.repeat(alone[0] // SAMPLES, 1), None if tried.bias is None else tried.bias[some]
+        found = mm(x, tried.weight[some], bias, x.new_empty(len(x), size))
+        if not torch.equal(found[:SAMPLES], known[1][:, some]):
+            return False
+        at += size
+    return True
 
 
 def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -43,5 +43,8 @@ def stop_string(
     both, end = SpelledText(tokenizer), len(turn.text)
     for id in ids:
         both.push(id)
-    behind = both.text[end:], both.spelled[len(both.spelled_until(end)) :]
-    return min((one for one in wanted if any(text.startswith(one) for text in behind)), key=len, default=None)
+    text, spelled = both.text[end:], both.spelled[len(both.spelled_until(end)) :]
+    # Special tokens without a text may stand before one that is spelled.
+    found = [(spelled.find(one), len(one), one) for one in wanted if one in spelled]
+    found += [(0, len(one), one) for one in wanted if text.startswith(one)]
+    return min(found)[2] if found else None
