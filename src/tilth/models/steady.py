@@ -255,7 +255,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def joined_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> Tensor:
     """Return ``linear`` of weights (and biases) that were joined, of ``sizes`` outputs, with the bits of each alone."""
     if _mode.on and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        shape = ProductShape("linear", *weight.shape, x.dtype, torch.get_num_threads(), bias is not None)
+        out, width = weight.shape
+        shape = ProductShape("linear", out, width, x.dtype, torch.get_num_threads(), bias is not None)
         if not _joins(shape, tuple(sizes)):
             biases = [None] * len(sizes) if bias is None else bias.split(sizes)
             return torch.cat([linear(x, *part) for part in zip(weight.split(sizes), biases)], 1)
