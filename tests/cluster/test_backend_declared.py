@@ -46,8 +46,8 @@ def declared():
 
 
 @pytest.mark.slow
-def test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path):
-    test_conformance.test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path)
+def test_workers_that_are_kept_outlive_calls_that_fail(backend, tmp_path):
+    test_conformance.test_workers_that_are_kept_outlive_calls_that_fail(backend, tmp_path)
 
 
 @pytest.mark.slow
