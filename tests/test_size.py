@@ -10,7 +10,7 @@ BUDGETS = {
     "rl": (3_910, 3_900),
     "process": (710, 900),
     "sandbox": (1_060, 800),
-    "rewards envs tasks": (5_360, 3_900),
+    "rewards envs tasks": (5_390, 3_900),
     "cluster": (5_500, 4_500),
     "data": (5_340, 2_600),
     "models": (6_000, 4_200),
@@ -25,7 +25,7 @@ BUDGETS = {
     "launch": (5_570, 2_700),
     "serve": (6_710, 4_200),
     "analysis": (3_620, 3_000),
-    "ui cli api": (9_230, 6_100),
+    "ui cli api": (9_240, 6_100),
 }
 """Packages, or modules beside them -> (lines that they may have now, lines that they should have)."""
 

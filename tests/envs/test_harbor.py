@@ -152,6 +152,8 @@ RUN cd /tmp && export C=3; \\
     false; echo "$A-$B-$C-$LONG" > /app/said  \\
     && exit 0
 RUN ["touch", "a b"]
+RUN [ -d /tmp ] && echo f > one.x
+COPY *.txt ./
 run pwd > where
 USER nobody
 """
@@ -161,8 +163,8 @@ def test_a_dockerfile_means_what_it_means_to_docker(tmp_path):
     make(tmp_path, FOLLOWED)
     made, _ = episode(tmp_path)
     said = call(made, "cat said where; ls").split("\n")
-    assert said[:5] == ['1-two words-3-a value = "of words"', "/app", "a b", "my notes.txt", "said"]
-    assert call(made, 'echo "$C$LONG"').strip() == 'a value = "of words"'
+    assert said[:5] == ["1-two words-3-a value = of words", "/app", "a b", "my notes.txt", "notes.txt"]
+    assert call(made, 'echo "$C$LONG"').strip() == "a value = of words"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,11 @@ def test_a_dockerfile_means_what_it_means_to_docker(tmp_path):
         "ADD https://example.com/x /x",
         "ADD x.tar.gz /x",
         "COPY <<EOF /x",
+        "COPY --chmod=755 a /b",
+        'COPY ["a b", "/c"]',
+        "ENV URL=http://h/?x=1&y=2",
+        "ENV A=~/x",
+        "ENV A $(ls)",
         'SHELL ["/bin/bash", "-c"]',
         "RUM make",
     ],
@@ -183,6 +190,13 @@ def test_a_line_that_cannot_be_followed_is_refused_unrun(tmp_path, line):
     with raises(PluginError, "environment.harbor.Dockerfile") as caught:
         built(task)
     assert str(task) in str(caught.value) and line.split()[0] in str(caught.value)
+
+
+def test_copies_beside_a_dockerignore_are_refused(tmp_path):
+    task = make(tmp_path)
+    (task / "environment/.dockerignore").write_text("notes.txt")
+    with raises(PluginError, "environment.harbor.Dockerfile"):
+        built(task)
 
 
 @pytest.mark.parametrize("config", ["[agent", "[verifier]\ntimeout_sec = 'long'", "[agent]\ntimeout_sec = 0"])

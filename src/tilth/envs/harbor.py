@@ -42,12 +42,14 @@ in place of whatever an episode put there."""
 BUILD = r"""set -eE; trap 'echo "in: $BASH_COMMAND"' ERR
 put() { here=$PWD; to=${!#}; [[ $to == /* ]] || to=$here/$to
   if [[ $to == */ || $to == */. ]]; then mkdir -p "$to"; else mkdir -p "$(dirname "$to")"; fi
-  cd /work/environment; while [ $# -gt 1 ]; do for one in $1; do
+  cd /work/environment; set +f; while [ $# -gt 1 ]; do for one in $1; do
     if [ -d "$one" ]; then mkdir -p "$to"; cp -r "$one/." "$to"; else cp "$one" "$to"; fi; done; shift; done
   cd "$here"; }
 """
 IGNORED = {"FROM", "USER", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "MAINTAINER"}
 """Instructions of a Dockerfile that are left out: there is no image, one user, and nothing starts by itself."""
+QUOTE = r"""(?<!\\)["']"""
+"""Quotes that Docker takes away."""
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
 BYTES = 64 << 20
 """Most bytes of an episode's files."""
@@ -82,6 +84,8 @@ def built(task: Path) -> tuple[str, str]:
     kept = 'cd "$PWD"; export -p > /work/.begin; printf "cd %q\\n" "$PWD" >> /work/.begin; rm -r /work/environment'
     try:
         steps = steps_of(file.read_text()) if file.is_file() else []
+        if (file.parent / ".dockerignore").exists() and any("put " in step for step in steps):
+            raise ValueError("COPY beside a .dockerignore, which is not followed; take it away, and what it names")
     except ValueError as error:
         raise PluginError(f"{file}: {error}", key="environment.harbor.Dockerfile") from None
     command = "\n".join([BUILD, "mkdir -p /work/environment", *steps, kept])
@@ -100,10 +104,19 @@ def built(task: Path) -> tuple[str, str]:
 def steps_of(dockerfile: str) -> list[str]:
     """Return commands of bash that do what the instructions of a Dockerfile do. ValueError: one cannot be done so."""
     text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
-    lines = [line.strip() for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines() if line.strip()]
+    lines = [line.strip() for line in re.sub(r"\\[ \t]*\n", "", text).splitlines() if line.strip()]
     if sum(line.split()[0].upper() == "FROM" for line in lines) > 1:
         raise ValueError("has several stages (FROM), of which the sandbox builds none; write one")
     return [step for line in lines for step in _steps(*re.split(r"\s+", line, maxsplit=1))]
+
+
+def _exact(rest: str) -> list[str] | None:
+    """Return the words of an instruction in its form of a list; None: it has the form of a shell."""
+    try:
+        found = json.loads(rest) if rest.startswith("[") else None
+    except ValueError:  # RUN [ -f a ]
+        return None
+    return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else None
 
 
 def _steps(word: str, rest: str = "") -> list[str]:
@@ -112,26 +125,29 @@ def _steps(word: str, rest: str = "") -> list[str]:
         return []
     flags = re.match(r"(--[a-z-]+(?:=\S*)?\s+)*", rest)
     assert flags is not None  # it matches nothing too
-    if other := re.sub(r"--(chown|chmod|link)\S*", "", flags[0]).strip():
+    if other := re.sub(r"--(chown|link)\S*", "", flags[0]).strip():
         raise ValueError(f"{name} {other}: the sandbox has no such option; leave it out")
     if "<<" in rest and name in ("RUN", "COPY", "ADD"):
         raise ValueError(f"{name} {rest[:60]}: here-documents are not followed; write a file and COPY it")
     rest = rest[flags.end() :]
-    exact = json.loads(rest) if rest.startswith("[") and rest.endswith("]") else None
+    exact = _exact(rest)
     if name in ("COPY", "ADD"):
         if found := re.search(r"\S+(://|\.tar\b|\.t[gbx]z\b)\S*", rest if name == "ADD" else ""):
             raise ValueError(f"ADD {found[0]}: nothing is fetched or unpacked; COPY what it would be")
-        return [f"put {shlex.join(exact) if exact else rest}"]
+        if exact and re.search(r"[\s$]", "".join(exact[:-1])):
+            raise ValueError(f"{name} {rest[:60]}: names with spaces or variables are not followed in a list")
+        return [f"set -f; put {shlex.join(exact) if exact else rest}"]  # patterns are of the folder that is copied from
     if name == "RUN":
         return [shlex.join(exact or ["/bin/sh", "-c", rest])]
     if name == "WORKDIR":
         return [f'mkdir -p "{rest}"; cd "{rest}"']
     if name in ("ENV", "ARG"):
-        key, _, value = rest.partition(" ")
-        if name == "ARG" or "=" in key:
-            return [f"export {rest}"]
-        value = value.strip().replace('"', '\\"')  # ENV KEY VALUE
-        return [f'export {key}="{value}"']
+        key, *value = re.split(r"\s+", rest, maxsplit=1)
+        plain = name == "ENV" and "=" not in key  # ENV KEY VALUE
+        bare = "" if plain else re.sub(r""""[^"]*"|'[^']*'""", "", rest)
+        if found := re.search(r"`|\$\(", rest) or re.search(r"[&;|<>()~]", bare):
+            raise ValueError(f"{name} {rest[:60]}: {found[0]!r} means another thing to a shell; put it into quotes")
+        return [f'export {key}="{re.sub(QUOTE, "", "".join(value))}"' if plain else f"export {rest}"]
     raise ValueError(f"{word}: there is no such instruction, or the sandbox cannot follow it")
 
 

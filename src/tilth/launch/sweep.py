@@ -139,6 +139,8 @@ def plan_sweep(name: str, overrides: Sequence[str], seeds: int | None) -> Sweep:
 
 def _seeds(base: Recipe, swept: dict[str, list[str]], count: int | None) -> Sequence[int]:
     texts = swept.pop(SEED, None)
+    if count is not None and count > MOST:
+        raise RecipeError(f"--seeds {count}: a sweep has at most {MOST} runs", key="--seeds")
     if texts is None:
         return range(base.seed, base.seed + (count or 1))
     if count is not None:

@@ -105,7 +105,9 @@ def over_seeds(runs: Sequence[FollowedRun], keys: Sequence[Mapping[str, Any]]) -
     evaluation are left out, and of runs with one setting and seed, which did the same work, all but the first."""
     groups, kept = defaultdict[str, list[tuple[FollowedRun, Any]]](list), dict[str, dict[str, Any]]()
     for run, one in zip(runs, keys):
-        own = (*PLACE, *MACHINE, "seed")
+        # Transforms draw by the seed, so the data that they make differ with it.
+        drawn = any(one.get(f"data.{key}") for key in ("transform", "filter", "mixture"))
+        own = (*PLACE, *MACHINE, "seed", *(["input data"] if drawn else []))
         same = {k: v for k, v in one.items() if k not in own and not k.startswith("version ")}
         text = json.dumps(same, sort_keys=True, default=str)
         groups[text].append((run, one.get("seed")))
