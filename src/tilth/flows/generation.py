@@ -65,7 +65,7 @@ class Generation:
     def go_on(self, asked: Batch, stops: Mapping[int, int]) -> None:
         """Go on with these samples from what the log has of them, until each has ended or paused: see
         ``RolloutWorker.submit``."""
-        self.rollout.submit(asked, again=True, stops=stops)
+        self.rollout.submit(asked, again=0, stops=stops)
         self._until(len(asked))
 
     def resume(self) -> None:

@@ -40,7 +40,7 @@ def prepare() -> None:
     global _library
     try:
         found = ctypes.CDLL(str(_built()))
-    except (OSError, ValueError, subprocess.SubprocessError) as trouble:
+    except (ImportError, OSError, ValueError, subprocess.SubprocessError) as trouble:
         why = [*(getattr(trouble, "stderr", None) or str(trouble)).strip().splitlines(), type(trouble).__name__][0]
         text = f"products of few rows cannot be built ({why}), so each is computed in a block of 4 to 16"
         print(f"tilth: train.parity: {text}", file=sys.stderr)

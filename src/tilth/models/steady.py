@@ -179,7 +179,7 @@ class PaddedBlock(NamedTuple):
 def summed(shape: ProductShape, rows: int) -> int:
     """Return the terms of a sum with which so many rows keep bits in ``models.row_product``; 0: there are none."""
     known = reference(shape)
-    if known is None or shape.dtype != torch.float32 or rows > MOST or not ready():
+    if known is None or shape.dtype != torch.float32 or not 0 < rows <= MOST or not ready():
         return 0
     if shape.kind == "values" and shape.out % LEAST:
         return 0

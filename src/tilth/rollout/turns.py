@@ -44,7 +44,8 @@ def stop_string(
     for id in ids:
         both.push(id)
     text, spelled = both.text[end:], both.spelled[len(both.spelled_until(end)) :]
-    # Special tokens without a text may stand before one that is spelled.
-    found = [(spelled.find(one), len(one), one) for one in wanted if one in spelled]
-    found += [(0, len(one), one) for one in wanted if text.startswith(one)]
-    return min(found)[2] if found else None
+    found = [one for one in wanted if text.startswith(one) or spelled.startswith(one)]
+    while not found and (first := next(filter(spelled.startswith, tokenizer.special()), "")):
+        spelled = spelled[len(first) :]  # special tokens, which have no text, may stand before it
+        found = [one for one in wanted if spelled.startswith(one)]
+    return min(found, key=len, default=None)
