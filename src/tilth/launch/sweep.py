@@ -125,11 +125,11 @@ def plan_sweep(name: str, overrides: Sequence[str], seeds: int | None) -> Sweep:
     if "run.sweep" in once:
         raise RecipeError("run.sweep: a sweep names itself; choose its name by run.name=NAME", key="run.sweep")
     swept = dict(sorted(swept.items()))  # the order of a command line makes no other sweep
+    if (count := math.prod(map(len, swept.values())) * (seeds or 1)) > MOST:
+        raise RecipeError(f"{count} runs: a sweep has at most {MOST}; give fewer values or seeds", key="--seeds")
     base = load_recipe(name, [*fixed, *(f"{key}={values[0]}" for key, values in swept.items())])
     numbers = _seeds(base, swept, seeds)
     title = base.run.name or f"{recipe_name(name)}-sweep-{_digest([given(name, fixed), [*swept]])}"
-    if (count := math.prod(map(len, swept.values())) * len(numbers)) > MOST:
-        raise RecipeError(f"{count} runs: a sweep has at most {MOST}; give fewer values or seeds", key="--seeds")
     runs = tuple(_runs(name, base, title, fixed, swept, numbers))
     if len(runs) < 2:
         raise RecipeError("there is but one run: give several values, as in optimizer.lr=1e-4,3e-4, or --seeds 3",
@@ -139,8 +139,6 @@ def plan_sweep(name: str, overrides: Sequence[str], seeds: int | None) -> Sweep:
 
 def _seeds(base: Recipe, swept: dict[str, list[str]], count: int | None) -> Sequence[int]:
     texts = swept.pop(SEED, None)
-    if count is not None and count > MOST:
-        raise RecipeError(f"--seeds {count}: a sweep has at most {MOST} runs", key="--seeds")
     if texts is None:
         return range(base.seed, base.seed + (count or 1))
     if count is not None:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -29,8 +30,6 @@ SHARED = 1 << 16
 """Elements of a weight from which on threads share a product."""
 SOURCE = Path(__file__).with_name("row_product.cpp")
 FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
-
-
 _library: ctypes.CDLL | None = None
 
 
@@ -70,10 +69,11 @@ def _built() -> Path:
     built = root / f"tilth_row_product_{digest}.so"
     if not built.exists():
         root.mkdir(parents=True, exist_ok=True)
-        mine = built.with_suffix(f".{os.getpid()}")
-        command = [compiler, *flags, str(SOURCE), "-o", str(mine)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        mine.replace(built)
+        with TemporaryDirectory(dir=root) as folder:  # processes of several machines may build at once
+            made = Path(folder) / built.name
+            command = [compiler, *flags, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            made.replace(built)
     return built
 
 
