@@ -101,6 +101,7 @@ def commands(model: str, vllm: str, port: int, quick: bool = True) -> dict[str, 
         found["vllm"] = [
             vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port),
             "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "64",
+            "--gpu-memory-utilization", "0.3",  # of the memory of the machine, on a CPU too
         ]  # fmt: skip
     return found
 
