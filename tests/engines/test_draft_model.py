@@ -25,10 +25,11 @@ OTHER = make_model(seed=1)
 RULES = [Drawn((7, 0)), Drawn((7, 1), 0.0), Drawn((3, 2), 0.7, 10, 0.9), Drawn((7, 3), 1.3, 0, 1.0, 0.05)]
 
 
-def made(seed=0, **options):
-    """A drafter by a random model; of seed 0 by the target itself."""
+def made(seed=0, layers=1000):
+    """A drafter by a random model; of seed 0 by the target itself, but for the layers that it is told of."""
     model = make_model(seed=seed)
-    return ModelDrafter(model.config, dict(model.named_parameters()), dtype=torch.float32, device="cpu", tokens=6)
+    own = {"dtype": torch.float32, "device": "cpu", "tokens": 6, "layers": layers}
+    return ModelDrafter(model.config, dict(model.named_parameters()), **own)
 
 
 def follows(model, text, count, drawn):
@@ -104,6 +105,19 @@ def test_drafts_that_are_not_worth_it_end_but_for_a_measure():
         drafter._rows[0].text, drafter._rows[0].computed = [3], 0  # no longer than the context
     assert drafted[0] == 2 and 0 < sum(drafted[PAUSE:]) < 20
     assert max(drafted[PAUSE:]) == 1
+
+
+def test_a_drafter_as_slow_as_its_target_drafts_only_to_measure():
+    """A guess of chance 1/2 pays beside passes that are much longer, not if it takes as long as one."""
+    drafted = []
+    for drafter in (made(), made(layers=MODEL.config.num_layers)):
+        drafter.begin(0, np.array([3, 4, 5]), np.zeros(0, np.int64), Drawn((7, 0), 0.0))
+        drafted.append([])
+        for _ in range(PAUSE):
+            (draft,) = drafter.propose([0], [4], 0.2)
+            drafted[-1].append(len(draft.tokens))
+            drafter.accept([0], [np.array([*draft.tokens[:1], 0])])
+    assert drafted[0][0] == 2 and sum(drafted[1]) == 1
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -51,10 +51,21 @@ class ModelDrafter(Drafter):
     """A ``Drafter`` by a model, whose weights do not change."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: str, tokens: int
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: str,
+        tokens: int,
+        layers: int,
     ) -> None:
-        """tokens: that a chain grows, beyond a draft, while the target verifies."""
+        """tokens: that a chain grows, beyond a draft, while the target verifies; layers: of the target."""
         self.config, self.device, self._tokens = config, torch.device(device), tokens
+        self._share = (config.num_layers + 1) / (layers + 1)
+        """Of the time of a target's pass that a token of a chain takes: passes of few rows take the time of their
+        layers, and that of one for the head and the draw. With n rows and f free positions (see ``price``) a token of
+        chance a then costs n + share (n + f), so it pays if a > n / (n + f) + share."""
         made = shard(
             lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(),
             ParallelDims.alone(), engine=True, device=device,
@@ -98,14 +109,14 @@ class ModelDrafter(Drafter):
                 raise DraftError(
                     "a row's last draft has no verdict yet; accept() comes between two drafts", key="draft.open"
                 )
-            wanted[number] = row.drafted = min(most, self._worth(row, least), self._room(row))
+            wanted[number] = row.drafted = min(most, self._worth(row, least + self._share), self._room(row))
         while short := [row for n, most in wanted.items() if len((row := self._rows[n]).chain) < most]:
             self._extend(short)
         return [Draft(self._rows[n].chain[:most], range(most)) for n, most in wanted.items()]
 
     def _worth(self, row: _Chain, least: float) -> int:
         """Return the length of a chain whose last token has this chance; 1 now and then if none has, to measure."""
-        length = math.inf if least <= 0 else math.log(least) / math.log(min(self._hits / self._tries, 0.999))
+        length = math.log(min(least, 1.0)) / math.log(min(self._hits / self._tries, 0.999))
         if length >= 1:
             return int(min(length, self.config.max_positions))
         row.left = row.left - 1 if row.left else PAUSE

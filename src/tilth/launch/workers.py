@@ -150,6 +150,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
             dtype=DTYPES[recipe.train.precision],
             device=str(prepare(context, recipe)),
             tokens=r.draft.tokens,
+            layers=config.num_layers,
         )
     engine = _engine(context, recipe, config, tokenizer, **more)
     goes_on = "staleness" if r.staleness else "partial" if r.partial and not r.environment else ""
@@ -177,10 +178,10 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     return RolloutWorker(engine, template, r, context.store, player, context.rank, rounds)
 
 
-def model_drafter(path: str, *, dtype: torch.dtype, device: str, tokens: int) -> ModelDrafter:
-    """Make the drafter of ``rollout.draft.path``."""
+def model_drafter(path: str, *, dtype: torch.dtype, device: str, tokens: int, layers: int) -> ModelDrafter:
+    """Make the drafter of ``rollout.draft.path``, for a target of so many layers."""
     loaded = load_model(path)
-    return ModelDrafter(loaded.config, loaded.tensors, dtype=dtype, device=device, tokens=tokens)
+    return ModelDrafter(loaded.config, loaded.tensors, dtype=dtype, device=device, tokens=tokens, layers=layers)
 
 
 def _engine(
