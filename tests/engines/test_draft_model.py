@@ -14,7 +14,7 @@ from tests.errors import raises
 from tilth.config.load import load_recipe
 from tilth.config.schema import DraftConfig
 from tilth.core.random import stream
-from tilth.engines.draft_model import PAUSE, ModelDrafter
+from tilth.engines.draft_model import MEASURED, PAUSE, ModelDrafter
 from tilth.engines.drafter import DraftError, Drawn
 from tilth.engines.request import SamplingParams
 from tilth.models.attention import PackedContext
@@ -118,6 +118,14 @@ def test_a_drafter_as_slow_as_its_target_drafts_only_to_measure():
             drafted[-1].append(len(draft.tokens))
             drafter.accept([0], [np.array([*draft.tokens[:1], 0])])
     assert drafted[0][0] == 2 and sum(drafted[1]) == 1
+    for row in range(1, 9):
+        drafter.begin(row, np.array([3, row]), np.zeros(0, np.int64))
+    drafter.accept([0], [np.array([0])])
+    for _ in range(PAUSE + 1):
+        drafts = drafter.propose([*range(9)], [4] * 9, 0.2)
+        drafted.append(sum(len(draft.tokens) > 0 for draft in drafts))
+        drafter.accept([*range(9)], [np.array([0])] * 9)
+    assert sorted(drafted[2:]) == [0] * PAUSE + [MEASURED]
 
 
 @pytest.mark.parametrize("seed", [0, 1])

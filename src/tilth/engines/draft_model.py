@@ -28,6 +28,8 @@ from tilth.plan.kernels import DRAFT_WIDTH, ROWS, round_up, slots_for
 
 PAUSE = 16
 """Proposals without a draft between two that measure, where drafts are not worth it."""
+MEASURED = 4
+"""Rows at most that measure: each computes what it has said since it last did."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,8 +45,6 @@ class _Chain:
     """Tokens of text and chain whose KV is in the cache."""
     drafted: int = -1
     """Tokens of the chain in a draft without a verdict; -1: there is none."""
-    left: int = 0
-    """Proposals until the next one that measures."""
 
 
 class ModelDrafter(Drafter):
@@ -80,6 +80,8 @@ class ModelDrafter(Drafter):
         """Rows of the cache."""
         self._hits, self._tries = 1.0, 2.0
         """Guesses that were right, and guesses behind right ones; older ones count less."""
+        self._left = 0
+        """Proposals until the next one that measures."""
 
     def _new_slab(self) -> KVCache:
         return KVCache(self.config, self._dtype, self.device, latent=True)
@@ -102,25 +104,26 @@ class ModelDrafter(Drafter):
         return self._free.pop()
 
     def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[Draft]:
-        wanted = dict[int, int]()
-        for number, most in zip(rows, budget, strict=True):
+        wanted, worth = dict[int, int](), self._worth(least + self._share, len(rows))
+        for number, most, length in zip(rows, budget, worth, strict=True):
             row = self._rows[number]
             if row.drafted >= 0:
                 raise DraftError(
                     "a row's last draft has no verdict yet; accept() comes between two drafts", key="draft.open"
                 )
-            wanted[number] = row.drafted = min(most, self._worth(row, least + self._share), self._room(row))
+            wanted[number] = row.drafted = min(most, length, self._room(row))
         while short := [row for n, most in wanted.items() if len((row := self._rows[n]).chain) < most]:
             self._extend(short)
         return [Draft(self._rows[n].chain[:most], range(most)) for n, most in wanted.items()]
 
-    def _worth(self, row: _Chain, least: float) -> int:
-        """Return the length of a chain whose last token has this chance; 1 now and then if none has, to measure."""
+    def _worth(self, least: float, rows: int) -> list[int]:
+        """Return the length of a chain whose last token has this chance, for each row; if none has, now and then 1 for
+        some, to measure."""
         length = math.log(min(least, 1.0)) / math.log(min(self._hits / self._tries, 0.999))
         if length >= 1:
-            return int(min(length, self.config.max_positions))
-        row.left = row.left - 1 if row.left else PAUSE
-        return int(row.left == PAUSE)
+            return [int(min(length, self.config.max_positions))] * rows
+        self._left = self._left - 1 if self._left else PAUSE
+        return [int(self._left == PAUSE and row < MEASURED) for row in range(rows)]
 
     def _room(self, row: _Chain) -> int:
         return max(0, self.config.max_positions - len(row.text))
