@@ -26,7 +26,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.kernels import DRAFT_WIDTH, ROWS, round_up, slots_for
 
-PAUSE = 16
+PAUSE = 64
 """Proposals without a draft between two that measure, where drafts are not worth it."""
 MEASURED = 4
 """Rows at most that measure: each computes what it has said since it last did."""
