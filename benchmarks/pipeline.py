@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from driver import benchmark_parser, write_rows
+from tilth_studies.pipeline_idle import idle_share
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -40,7 +41,7 @@ from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.pipeline import Pipe, keep_part
 from tilth.parallel.sharded import shard
-from tilth.plan.pipeline import SPLIT, Pass, chunks_of, idle_share, needed, passes, stages_of
+from tilth.plan.pipeline import SPLIT, Pass, chunks_of, needed, passes, stages_of
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 THEIRS = {

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from tilth_studies.pipeline_idle import simulate
 
 from tests.scripts import script
-from tilth.plan.pipeline import passes, simulate
+from tilth.plan.pipeline import passes
 from tilth.plan.schedule import Unit
 
 

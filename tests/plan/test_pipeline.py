@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tilth_studies.pipeline_idle import idle_share, simulate
 
 from tests.errors import raises
 from tests.models.tiny import shape
@@ -16,14 +17,12 @@ from tilth.plan.pipeline import (
     Pass,
     _balanced,
     chunks_of,
-    idle_share,
     in_flight,
     layer_costs,
     one_forward_one_backward,
     passes,
     scoring,
     sequential,
-    simulate,
     stages_of,
     waiting,
 )

@@ -3,11 +3,12 @@
 from itertools import product
 
 import pytest
+from tilth_studies.pipeline_idle import simulate
 
 from tests.models import tiny
 from tests.scripts import script
 from tilth.plan.devices import DEVICES
-from tilth.plan.pipeline import passes, scoring, simulate
+from tilth.plan.pipeline import passes, scoring
 from tilth.plan.shape import kv_bytes, parameters
 from tilth.plan.step_time import (
     AxisTime,

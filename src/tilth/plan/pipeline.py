@@ -6,7 +6,7 @@ every rank: who sends what to whom, when and in which shape is known without a m
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -192,34 +192,6 @@ def _check_channels(name: str, orders: Sequence[Sequence[Pass]], parts: int) -> 
 
 
 # ---- what a schedule costs ----
-
-
-def simulate(orders: Sequence[Sequence[Pass]], chunks: int, seconds: Mapping[str, float]) -> list[tuple[float, float]]:
-    """Return (busy seconds, end) of each stage. seconds: of a pass of one part, by direction; messages take none."""
-    parts, ends = len(orders) * chunks, dict[Pass, float]()
-    places, clocks, busy = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
-    left = sum(map(len, orders))
-    while left:
-        for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                one = order[places[stage]]
-                before = needed(one, parts)
-                if before is not None and before not in ends:
-                    break
-                took = seconds[one.direction]
-                clocks[stage] = max(clocks[stage], 0.0 if before is None else ends[before]) + took
-                ends[one], busy[stage] = clocks[stage], busy[stage] + took
-                places[stage], left = places[stage] + 1, left - 1
-    return list(zip(busy, clocks))
-
-
-def idle_share(name: str, stages: int, micro_batches: int, seconds: Mapping[str, float]) -> float:
-    """Return the share of a step in which a stage waits, on average. seconds: of a pass of a whole stage."""
-    chunks = chunks_of(name)
-    each = {direction: took / chunks for direction, took in seconds.items()}
-    found = simulate(passes(name, stages, chunks, micro_batches), chunks, each)
-    whole = max(end for _, end in found)
-    return 1 - sum(busy for busy, _ in found) / (len(found) * whole)
 
 
 def in_flight(name: str, stages: int, stage: int, micro_batches: int) -> int:

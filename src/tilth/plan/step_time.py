@@ -59,7 +59,7 @@ def bubble_share(
     again: bool = False,
     learns: bool = True,
 ) -> float:
-    """Return the idle time of a pipeline over the time of its passes; ``pipeline.simulate`` finds equal ones.
+    """Return the idle time of a pipeline over the time of its passes; ``tilth_studies.pipeline_idle`` finds equal ones.
 
     A backward pass counts as two forward passes, and three if it computes the forward pass again. 1F1B: (stages - 1) /
     micro-batches, divided by the chunks of interleaving (arXiv 2104.04473), which waits for every micro-batch that its
