@@ -10,9 +10,9 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from tilth.cli.declare import study
 from tilth.cli.main import LayoutCommand
 from tilth.cli.mapping import show as show_mapping
-from tilth.cli.published import show as show_published
 from tilth.cli.tables import WIDTH, new_table
 from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
@@ -60,7 +60,7 @@ def show(options: LayoutCommand) -> None:
         message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
         raise RecipeError(message, key="--search")
     if options.check_against is not None:
-        show_published(recipe, options.check_against, as_json=as_json)
+        study("published_steps:show")(recipe, options.check_against, as_json=as_json)
         return
     if options.search:
         show_mapping(recipe, device_type, devices or recipe.cluster.workers, as_json=as_json)

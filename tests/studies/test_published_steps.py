@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from tilth_studies import published_steps
+from tilth_studies.published_steps import ROWS, check, job, like, predicted, typical_error
 
 from tilth.config.load import load_recipe
-from tilth.launch import published
-from tilth.launch.published import ROWS, check, job, like, predicted, typical_error
 from tilth.plan.shape import parameters
 
 SIZES = {"Llama 3.1 8B": 8.03e9, "GPT 175B": 175e9, "MT-NLG 530B": 530e9, "Qwen3 32B": 32.8e9}
@@ -41,8 +41,8 @@ def test_more_devices_take_less_time_and_selective_recomputation_repeats_no_prod
 
 
 def test_a_faster_device_is_seen_in_the_errors(found, monkeypatch):
-    fast = {name: replace(kind, attained=1.0, links=1.0) for name, kind in published.DEVICES.items()}
-    monkeypatch.setattr(published, "DEVICES", fast)
+    fast = {name: replace(kind, attained=1.0, links=1.0) for name, kind in published_steps.DEVICES.items()}
+    monkeypatch.setattr(published_steps, "DEVICES", fast)
     assert predicted(ROWS[0]).error < next(one.error for one in found if one.row is ROWS[0]) - 0.1
 
 
