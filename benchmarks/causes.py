@@ -30,7 +30,9 @@ import numpy as np
 from driver import benchmark_parser, write_rows
 
 from tilth.analysis.events import Events, load
-from tilth.analysis.run_whatif import analyse
+from tilth.analysis.run_trace import open_run
+from tilth.analysis.run_whatif import RunWhatIf, analyse_events
+from tilth.analysis.whatif import Cause
 
 ROOT = Path(__file__).parent.parent
 INJECT = Path(__file__).parent / "causes_inject"
@@ -243,6 +245,11 @@ def measure(case: Case, run: Path, windows: int) -> Row:
             row.steady.append(max(around) - min(around) <= STEADY * statistics.mean(around))
     row.false.extend(likeliest(row, run, window)[0] for window in off)
     return row
+
+
+def analyse(run: Path, steps: range) -> tuple[object, RunWhatIf, Cause]:
+    """Analyse these steps of a run."""
+    return analyse_events(open_run(run).events, steps)
 
 
 def likeliest(row: Row, run: Path, window: range) -> tuple[str, float]:

@@ -45,7 +45,8 @@ from faults_run import MEMORY_GROUPS, MOUNT
 from tilth_studies.guard_replay import TIMES
 
 from tilth.analysis.events import load
-from tilth.analysis.run_whatif import analyse
+from tilth.analysis.run_trace import open_run
+from tilth.analysis.run_whatif import analyse_events
 from tilth.runs.readers import read_metrics, read_trajectories
 
 HANG_AFTER = 3.0
@@ -328,7 +329,7 @@ class Bench:
             statistics.median(events.duration[events.op.is_("step") & np.isin(events.step, np.array(window))] * 1e-9)
             for window in (before, during)
         ]
-        _, replay, cause = analyse(trial.directory, during)
+        _, replay, cause = analyse_events(open_run(trial.directory).events, during)
         findings, now = cause.findings, float(np.median(replay.replayed))
         named = [f for f in findings if f.kind == "slow-worker" and {"rank": rank}.items() <= dict(f.where[0]).items()]
         cost = None if not named or named[0].seconds is None else now - named[0].seconds

@@ -7,10 +7,9 @@ from tests.analysis.run_jobs import Job
 from tests.analysis.tree import s, tree
 from tests.errors import raises
 from tilth.analysis.events import from_table, profiled
-from tilth.analysis.run_cause import diagnose_run
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel
-from tilth.analysis.run_whatif import what_if_run
+from tilth.analysis.run_whatif import diagnose_run, what_if_run
 from tilth.analysis.time_breakdown import CONTROLLER, PROFILE, account
 from tilth.core.errors import DataError
 

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from tests.analysis.run_jobs import Job
-from tilth.analysis.run_cause import LEAST, alikeness, blocks, diagnose_run, typical
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_rates import rates
 from tilth.analysis.run_replay import RunModel
-from tilth.analysis.run_whatif import what_if_run
+from tilth.analysis.run_whatif import LEAST, alikeness, blocks, diagnose_run, typical, what_if_run
 from tilth.analysis.time_breakdown import account
 
 STEPS = 40

@@ -14,7 +14,8 @@ from tests.examples import examples
 from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import AWAIT, END, LAUNCH, MEET, REPLY, WORK, adopted, outermost, read_steps
 from tilth.analysis.run_replay import RunModel, numbered, quantiles
-from tilth.analysis.run_whatif import analyse, what_if_run
+from tilth.analysis.run_trace import open_run
+from tilth.analysis.run_whatif import analyse_events, what_if_run
 from tilth.core.errors import DataError
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
@@ -350,7 +351,7 @@ def test_clear_words(tmp_path):
     job = pair(steps=2)
     with raises(DataError, "events"):
         (tmp_path / "none").mkdir()
-        analyse(tmp_path / "none")
+        open_run(tmp_path / "none")
     rows = [r for r in job.table().to_pylist() if r["op"] != "step"]
     begun = from_table(pa.Table.from_pylist(rows, job.table().schema))
     with raises(DataError, "steps.ended"):
@@ -359,9 +360,10 @@ def test_clear_words(tmp_path):
         read_steps(job.events, range(5, 9))
     (tmp_path / "run" / "events").mkdir(parents=True)
     pq.write_table(job.table(), tmp_path / "run" / "events" / "attempt-0-rank-0-000001.parquet")
+    events = open_run(tmp_path / "run").events
     with raises(DataError, "steps"):
-        analyse(tmp_path / "run", range(5, 9))
-    _, found, cause = analyse(tmp_path / "run", range(1, 2))
+        analyse_events(events, range(5, 9))
+    _, found, cause = analyse_events(events, range(1, 2))
     assert found.steps.tolist() == [1] and cause.text.startswith("none")
 
 

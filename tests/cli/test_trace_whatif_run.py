@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from tests.analysis.run_jobs import Job
 from tests.analysis.test_run_whatif import pair
 from tests.studies.test_trace_whatif import KEYS
-from tilth.analysis.run_whatif import analyse
+from tilth.analysis.run_trace import open_run
+from tilth.analysis.run_whatif import analyse_events
 from tilth.cli.main import app
 
 
@@ -33,7 +34,7 @@ def test_json_has_the_keys_of_foreign_traces_and_more(run):
     result = call(run, "--json", "--steps", "2:5", "--bandwidth", "1GB/s")
     assert result.exit_code == 0
     said = json.loads(result.stdout)
-    _, found, cause = analyse(run, range(2, 5))
+    _, found, cause = analyse_events(open_run(run).events, range(2, 5))
     assert list(said)[: len(KEYS)] == KEYS
     assert (said["slowdown"], said["ideal_step"]) == (found.slowdown, found.ideal.mean())
     assert said["by_stage"] == {} and said["m_s"] == 0 and said["m_w"] == found.m_w.share
