@@ -37,7 +37,7 @@ from tilth.ui.listing import rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
 from tilth.ui.web.app import PageServer, make_app
 from tilth.ui.web.compare import interval, over_seeds, settings_of, student
-from tilth.ui.web.follow import News, RunsFolder, UnknownRun
+from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
 from tilth.ui.web.views import lines_of
 
 VIEWS = (
@@ -265,6 +265,44 @@ def test_a_sweep_is_a_tag_of_its_runs_and_compares_them_by_settings_the_best_fir
     assert [row["seeds"] for row in found] == [[1, 2], [1, 2]] and found[0]["final"][0] > found[1]["final"][0]
     assert all([*row["values"]][-1].endswith("lr") for row in found)
     page_of(client, "/compare?sweep=no", 422)
+
+
+PLAIN, DRAWN = {"source": "a.jsonl"}, {"source": "b.jsonl", "transform": "shuffled"}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "first", "second", "rows"),
+    [
+        (None, "a", "b", 2),
+        ([PLAIN, PLAIN], "a, b", "a, c", 2),
+        ([PLAIN, DRAWN], "a, b", "a, c", 1),
+        ([PLAIN, {**DRAWN, "transform": "", "filter": "some"}], "a, b", "a, c", 1),
+        ([DRAWN], "pairs b", "pairs c", 1),
+        ([PLAIN, DRAWN], "a, b", "c, b", 2),
+        ([DRAWN, PLAIN], "b, a, held out: h", "c, a, held out: h", 1),
+        ([DRAWN, PLAIN], "b, a, held out: h", "c, a, held out: i", 2),
+        ([PLAIN, DRAWN], "whole", "other", 1),  # of flow pretrain
+        ([{"source": "chain"}, DRAWN], "chain of 4 steps, 0.5 flawed, b", "chain of 4 steps, 0.5 flawed, c", 1),
+    ],
+)
+def test_data_that_the_seed_draws_make_no_other_setting_and_changed_data_do(two, mixture, first, second, rows):
+    more = {"data.mixture": mixture, "data.heldout": "h.jsonl" if "held out" in first else ""}
+    keys = [{"seed": seed, "input data": data, **more} for seed, data in ((1, first), (2, second))]
+    assert len(over_seeds(two, keys)) == rows
+
+
+def test_one_seed_with_two_sets_of_data_is_no_setting(two):
+    """They were changed between the runs, whatever the seed draws."""
+    keys = [{"seed": 1, "data.mixture": [DRAWN], "input data": data} for data in ("b", "c")]
+    assert [row["seeds"] for row in over_seeds(two, keys)] == [[1], [1]]
+    assert len(over_seeds(two, [keys[0], keys[0]])) == 1
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two runs with an evaluation."""
+    root = tmp_path_factory.mktemp("two")
+    return [FollowedRun(fake_run(root, warmup=1, steps=2, seed=seed)) for seed in (1, 2)]
 
 
 def test_curves_and_their_version_are_of_one_table(tmp_path):

@@ -5,6 +5,7 @@ import math
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from statistics import NormalDist
 from typing import Any
 
@@ -30,6 +31,8 @@ MACHINE = ("python", "cpu", "cores", "threads", "accelerator", "host")
 """Facts about the machine and Python."""
 QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 """Of Student's t, 97.5 %, at 1 to 7 degrees of freedom."""
+DATA = "input data"
+"""Fingerprint of the data among ``settings_of``."""
 LONG = 160
 """Characters of a value that are shown."""
 TOKENS = 300
@@ -104,12 +107,8 @@ def over_seeds(runs: Sequence[FollowedRun], keys: Sequence[Mapping[str, Any]]) -
     their 95 % intervals; the best comes first. values: of the keys in which the settings differ. Runs without an
     evaluation are left out, and of runs with one setting and seed, which did the same work, all but the first."""
     groups, kept = defaultdict[str, list[tuple[FollowedRun, Any]]](list), dict[str, dict[str, Any]]()
-    for run, one in zip(runs, keys):
-        # Transforms draw by the seed, so the data that they make differ with it.
-        drawn = any(one.get(f"data.{key}") for key in ("transform", "filter", "mixture"))
-        own = (*PLACE, *MACHINE, "seed", *(["input data"] if drawn else []))
-        same = {k: v for k, v in one.items() if k not in own and not k.startswith("version ")}
-        text = json.dumps(same, sort_keys=True, default=str)
+    for run, one, same in zip(runs, keys, _but_for_seeds(keys)):
+        text = _dumped(same)
         groups[text].append((run, one.get("seed")))
         kept[text] = same
     differ = [name for name, _ in differing([*kept.values()])]
@@ -131,6 +130,33 @@ def over_seeds(runs: Sequence[FollowedRun], keys: Sequence[Mapping[str, Any]]) -
         row |= {"values": {key: kept[text].get(key) for key in differ}, "final": interval(ends), "best": interval(tops)}
         found.append(row)
     return sorted(found, key=lambda row: (row["metric"], row["final"][0] * (1 if "loss" in row["metric"] else -1)))
+
+
+def _but_for_seeds(keys: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what is equal in runs that differ in their seed alone. Data that a source draws by the seed differ with
+    it; where one seed has several, they have been changed."""
+    own, data = (*PLACE, *MACHINE, "seed", DATA), defaultdict[str, set[Any]](set)
+    same = [{k: v for k, v in one.items() if k not in own and not k.startswith("version ")} for one in keys]
+    for one, mine in zip(keys, same):
+        mine |= {DATA: _undrawn(one)} if DATA in one else {}
+        data[_dumped([mine, one.get("seed")])].add(one.get(DATA))
+    changed = {_dumped(mine) for one, mine in zip(keys, same) if len(data[_dumped([mine, one.get("seed")])]) > 1}
+    return [{**mine, DATA: one[DATA]} if _dumped(mine) in changed else mine for one, mine in zip(keys, same)]
+
+
+def _undrawn(one: Mapping[str, Any]) -> Any:
+    """Return the fingerprint of the data without sources that draw by the seed; None where it is of all together."""
+    drawn = [bool(part.get("filter") or part.get("transform")) for part in one.get("data.mixture") or ()]
+    parts = str(one[DATA]).split(", ")
+    if not any(drawn):
+        return one[DATA]
+    if len(parts) != len(drawn) + bool(one.get("data.heldout")):
+        return None
+    return [part for part, by_seed in zip_longest(parts, drawn) if not by_seed]
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
