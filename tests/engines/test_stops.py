@@ -165,12 +165,13 @@ def test_special_tokens_in_stop_strings_are_found_as_they_are_spelled(said, stop
     for n, token in enumerate(ids, 1):
         now = [(c, special) for c, special, end in signs if end <= n]
         spelled, text = "".join(c for c, _ in now), "".join(c for c, special in now if not special)
-        places = [text.find(s) for s in stops if s not in marked and s in text]
-        for at in (spelled.find(s) for s in marked if s in spelled):
-            places.append(sum(not special for _, special in now[:at]))
+        places = [(text.find(s), len(s), s) for s in stops if s not in marked and s in text]
+        for s in marked:
+            if s in spelled:
+                places.append((sum(not special for _, special in now[: spelled.find(s)]), len(s), s))
         assert watch.push([token]) == bool(places)
         if places:
-            assert watch.text == text[: min(places)]
+            assert watch.text == text[: min(places)[0]] and min(places)[1:] == (len(watch.found.string), watch.found[1])
             return
     assert watch.text == "".join(c for c, special, _ in signs if not special)
 
@@ -209,6 +210,14 @@ def test_a_stop_string_of_text_and_a_special_token():
         (t,) = make_engine(MODEL, tokenizer=WRITES).generate([Request(request.id, request.prompt, params)])
         assert t.tokens[3:].tolist() == completion[: at + 1] and t.finish == "stop"
         assert t.text + stop == before + "<eos>"
+
+
+@pytest.mark.parametrize("others", [(), ("zzzzz",)])
+def test_a_stop_string_of_tokens_that_did_not_count_is_over(others):
+    """It is another one that ends a completion, whatever stop strings are beside it."""
+    watch = StopStrings(("a", *others), Bytes(), least=1)
+    assert [watch.push([byte]) for byte in b"abba"] == [False, False, False, True]
+    assert watch.text == "abb" and watch.found.string == "a"
 
 
 def test_text_is_the_completion_without_its_end_token():

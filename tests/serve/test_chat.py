@@ -120,3 +120,34 @@ def test_words_and_calls_are_told_apart(parts, stop, content, count):
     said, calls = split_turn(WORDS, turn, (END,))
     assert len(calls) == count and (content is None) == any(call.problem for call in calls)
     assert content is None or (said == content and calls == [ToolCall("add", {"a": 1})] * count)
+
+
+@pytest.mark.parametrize(
+    ("parts", "stop", "wanted", "found"),
+    [
+        (["<|im_start|>", "<pad>"], ("<pad>", "t"), ("<pad>", "t"), "<pad>"),  # a letter of another special token
+        (["<tool_call>", "X"], ("X",), ("tool",), None),
+        (["<tool_call>", "X"], ("X",), ("tool", "X"), "X"),
+        (["ab", "<pad>"], ("<", "<pad>"), ("<", "<pad>"), "<pad>"),  # which stands in no text
+        (["ab", "<pad>", "<|im_start|>"], ("<|im_start|>",), ("<pad>", "<|im_start|>"), "<|im_start|>"),
+        (["ab", "<pad>", "cd"], ("<pad>cd", "e"), ("c", "<pad>cd"), "<pad>cd"),
+        (["ab", "<pad>", "cd"], ("<pad>c",), ("<pad>c",), "<pad>c"),
+        (["abSTOP"], ("STOP", "S"), ("STOP", "S"), "S"),
+        (["abSTOP"], ("STOP",), ("TOP",), None),
+        (["ab", "<pad>"], ("<pad>",), ("b",), None),
+        (["< pad>"], ("pad",), ("pad", "<pad>"), "pad"),
+    ],
+)
+def test_the_stop_string_that_has_ended_a_turn_is_named(parts, stop, wanted, found):
+    _, turn = answer(parts, stop)
+    assert turn.finish == "stop" and turn.tokens[-1] != END
+    assert stop_string(WORDS, turn, (END,), wanted) == found
+
+
+def test_a_stop_string_that_came_too_early_has_ended_nothing():
+    """``min_tokens``: the special token stands where the text ends, and ended it not."""
+    watch, ids = StopStrings(("<pad>", "beyond"), WORDS, WORDS.special(), least=2), ids_of(["<pad>", "beyond"])
+    assert [watch.push([id]) for id in ids][-1] and watch.text == ""
+    turn = Trajectory(0, 0, 0, np.array(ids), np.ones(len(ids), np.uint8), np.zeros(len(ids), np.float32),
+                      finish="stop", text="")  # fmt: skip
+    assert stop_string(WORDS, turn, (END,), ("<pad>", "beyond")) == "beyond"

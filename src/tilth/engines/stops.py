@@ -2,7 +2,8 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
-from typing import Protocol
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +30,13 @@ class Decodes(Protocol):
         """Return the token ids of a text."""
 
 
+class FoundString(NamedTuple):
+    """A string, and its place in a text."""
+
+    place: int
+    string: str
+
+
 class StopStrings:
     """Watches one completion. A stop string may begin in one token and end in another.
 
@@ -42,25 +50,25 @@ class StopStrings:
         self._least = least
         spelled = tuple(s for s in stops if any(token in s for token in special))
         read = tuple(s for s in stops if s not in spelled)
-        self.found = False
+        self.found: FoundString | None = None
+        """What has ended the completion, of several strings at one place the shortest."""
         self._growing: GrowingText | SpelledText = GrowingText(read, tokenizer, special=False)
         if spelled:
             self._growing = SpelledText(tokenizer, read, spelled)
-        self._end: int | None = None
 
     @property
     def text(self) -> str:
         """Completion so far, up to a stop string."""
-        return self._growing.text[: self._end]
+        return self._growing.text[: self.found.place if self.found else None]
 
     def push(self, ids: Iterable[int]) -> bool:
         """Add the next tokens; True once the completion contains a stop string, and ``text`` then ends before it."""
         for id in ids:
-            end = self._growing.push(id)
+            found = self._growing.push(id)
             self._least -= 1
-            if end is not None and self._least < 0:
-                self.found, self._end = True, end
-        return self.found
+            if found is not None and self._least < 0:
+                self.found = found
+        return self.found is not None
 
 
 class GrowingText:
@@ -68,13 +76,12 @@ class GrowingText:
 
     def __init__(self, wanted: tuple[str, ...], tokenizer: Decodes, *, special: bool) -> None:
         self.text = ""
-        self._wanted, self._tokenizer, self._special = wanted, tokenizer, special
+        self._wanted, self._tokenizer, self._special = sorted(wanted, key=len), tokenizer, special
         self._ids: list[int] = []
         self._context = self._settled = 0
-        self._longest = max(map(len, wanted), default=0)
 
-    def push(self, id: int) -> int | None:
-        """Add a token; return the first place of a wanted string that the text has with it, None without one.
+    def push(self, id: int) -> FoundString | None:
+        """Add a token; return the first wanted string that the text has with it and had not before, None without one.
 
         Only the newest tokens are decoded, together with those of the piece before, as how a token reads may depend
         on its neighbour. A character that is cut in two waits for its other half.
@@ -85,9 +92,10 @@ class GrowingText:
         if now.endswith(_OPEN) or len(now) <= len(before):
             return None
         self._context, self._settled = self._settled, len(self._ids)
-        begin = max(0, len(self.text) - self._longest + 1)
+        had = len(self.text)
         self.text += now[len(before) :]
-        return min((at for at in (self.text.find(s, begin) for s in self._wanted) if at >= 0), default=None)
+        places = [FoundString(self.text.find(s, max(0, had - len(s) + 1)), s) for s in self._wanted]
+        return min((one for one in places if one.place >= 0), key=itemgetter(0), default=None)
 
 
 class SpelledText:
@@ -110,13 +118,15 @@ class SpelledText:
         """Text with special tokens."""
         return self._spelled.text
 
-    def push(self, id: int) -> int | None:
-        """Add a token; return the first place in ``text`` of a wanted string that it completes, None without one."""
-        places = [self._read.push(id), self._spelled.push(id)]
+    def push(self, id: int) -> FoundString | None:
+        """Add a token; return the first wanted string that it completes, with its place in ``text``, None without
+        one."""
+        read, spelled = self._read.push(id), self._spelled.push(id)
         self._lengths.append((len(self.spelled), len(self.text)))
-        if places[1] is not None:
-            places[1] = self.place(places[1])
-        return min((place for place in places if place is not None), default=None)
+        if spelled is not None:
+            spelled = spelled._replace(place=self.place(spelled.place))
+        found = [one for one in (read, spelled) if one is not None]
+        return min(found, key=lambda one: (one.place, len(one.string)), default=None)
 
     def place(self, spelled: int) -> int:
         """Return the place in ``text`` of a place in ``spelled``; in a special token it is where that was left out."""

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from tilth.core.trajectory import Trajectory
-from tilth.engines.stops import Decodes, SpelledText
+from tilth.engines.stops import Decodes, SpelledText, StopStrings
 from tilth.envs.calls import ToolCall, cut_out, find_calls
 
 
@@ -40,12 +40,6 @@ def stop_string(
     ids = turn.tokens[start:][turn.mask[start:] == 1].tolist()
     if not wanted or turn.finish != "stop" or (ids and ids[-1] in stop_tokens):
         return None
-    both, end = SpelledText(tokenizer), len(turn.text)
-    for id in ids:
-        both.push(id)
-    text, spelled = both.text[end:], both.spelled[len(both.spelled_until(end)) :]
-    found = [one for one in wanted if text.startswith(one) or spelled.startswith(one)]
-    while not found and (first := next(filter(spelled.startswith, tokenizer.special()), "")):
-        spelled = spelled[len(first) :]  # special tokens, which have no text, may stand before it
-        found = [one for one in wanted if spelled.startswith(one)]
-    return min(found, key=len, default=None)
+    watch = StopStrings((*wanted,), tokenizer, tokenizer.special(), len(ids) - 1)  # its last token has ended it
+    watch.push(ids)
+    return watch.found.string if watch.found is not None and watch.found.place == len(turn.text) else None
