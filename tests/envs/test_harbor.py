@@ -1,6 +1,7 @@
 """Task folders of Harbor, in its own format: built, worked on and judged in the sandbox."""
 
 import json
+import tarfile
 
 import pytest
 
@@ -177,7 +178,28 @@ def test_a_dockerfile_means_what_it_means_to_docker(tmp_path):
         "ADD x.tar.gz /x",
         "COPY <<EOF /x",
         "COPY --chmod=755 a /b",
-        'COPY ["a b", "/c"]',
+        "COPY --parents a/b /c",
+        "COPY --exclude=b a /c",
+        "COPY --linked a /b",
+        "COPY notes.txt",
+        'COPY ["notes.txt"]',
+        "COPY ../notes.txt /x",
+        'COPY ["data/../../notes.txt", "/x"]',
+        'COPY "../notes.txt" /x',
+        'COPY "my notes.txt" /x',
+        "COPY my\\ notes.txt /x",
+        "COPY a'b /c",
+        "COPY a$(touch b) /c",
+        'COPY ["a$(touch b)", "/c"]',
+        "COPY `ls` /c",
+        "COPY $1 /c",
+        "COPY ${!A} /c",
+        "COPY '$A' /c",
+        "ADD --checksum=sha256:0 a /b",
+        "ADD x.tbz2 /x",
+        'ADD ["X.TAR", "/x"]',
+        'WORKDIR /a"b',
+        "WORKDIR $(ls)",
         "ENV URL=http://h/?x=1&y=2",
         "ENV A=~/x",
         "ENV A $(ls)",
@@ -192,9 +214,11 @@ def test_a_line_that_cannot_be_followed_is_refused_unrun(tmp_path, line):
     assert str(task) in str(caught.value) and line.split()[0] in str(caught.value)
 
 
-def test_copies_beside_a_dockerignore_are_refused(tmp_path):
-    task = make(tmp_path)
-    (task / "environment/.dockerignore").write_text("notes.txt")
+@pytest.mark.parametrize("name", [".dockerignore", "Dockerfile.dockerignore"])
+@pytest.mark.parametrize("word", ["COPY", "add"])
+def test_copies_beside_a_dockerignore_are_refused(tmp_path, name, word):
+    task = make(tmp_path, f"FROM ubuntu:24.04\n{word} notes.txt .\n")
+    (task / "environment" / name).write_text("notes.txt")
     with raises(PluginError, "environment.harbor.Dockerfile"):
         built(task)
 
@@ -219,6 +243,65 @@ def test_a_dockerfile_that_needs_an_image_is_named_with_its_line(tmp_path, line)
     with raises(PluginError, "environment.harbor.Dockerfile") as caught:
         built(task)
     assert str(task) in str(caught.value) and line.split()[-1] in str(caught.value)
+
+
+COPIES = """# syntax=docker/dockerfile:1
+# one that is no directive: escape=`
+# escape=`
+FROM ubuntu:24.04
+WORKDIR "/app"
+ENV FILE="my notes.txt" NAME=notes SET={a,b}
+COPY $FILE one.txt
+COPY ["my notes.txt", "two.txt"]
+COPY ${NAME}.txt 'three.txt'
+COPY /notes.txt four.txt
+COPY --link --chown=1:1 data/* many/
+COPY [mn]*.txt ./texts/
+ADD data/in.txt five.txt
+COPY data notes.txt all/.
+COPY data ${NONE:-/app/whole}
+"""
+
+
+def test_copies_are_those_of_docker(tmp_path):
+    """Variables are no several words, patterns take hidden files too, and a slash is the Dockerfile's folder."""
+    task = make(tmp_path, COPIES)
+    for name in ("my notes.txt", "data/.hidden"):
+        (task / "environment" / name).write_text(name)
+    made, _ = episode(tmp_path)
+    assert call(made, "ls -A; cat one.txt two.txt").split() == [
+        *("all", "five.txt", "four.txt", "many", "one.txt", "texts", "three.txt", "two.txt", "whole"),
+        *("my", "notes.txtmy", "notes.txt"),
+    ]
+    found = [call(made, f"cd {name}; ls -A").split("\n")[:-1] for name in ("many", "texts", "all", "whole")]
+    assert found[:2] == [[".hidden", "in.txt"], ["my notes.txt", "notes.txt"]]
+    assert found[2:] == [[".hidden", "in.txt", "notes.txt"], [".hidden", "in.txt"]]
+    assert call(made, 'echo "$SET"; cat three.txt').split() == ["{a,b}", "none"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("COPY notes.txt data/in.txt both", "several files"),
+        ("COPY data/* both", "several files"),
+        ("ADD packed .", "nothing is unpacked"),
+    ],
+)
+def test_copies_that_docker_refuses_or_unpacks_are_refused(tmp_path, line, named):
+    task = make(tmp_path, f"FROM ubuntu:24.04\n{line}\n")
+    (task / "environment/data/more.txt").write_text("more")
+    with tarfile.open(task / "environment/packed", "w:gz") as tar:
+        tar.add(task / "environment/notes.txt", "notes.txt")
+    with raises(PluginError, "environment.harbor.Dockerfile") as caught:
+        built(task)
+    assert named in str(caught.value)
+
+
+def test_another_mark_of_long_lines_is_refused(tmp_path):
+    task = make(tmp_path, "# syntax=docker/dockerfile:1\n# Escape = `\nFROM ubuntu:24.04\nRUN true `\n && true\n")
+    with raises(PluginError, "environment.harbor.Dockerfile") as caught:
+        built(task)
+    assert "# Escape = `" in str(caught.value)
 
 
 def test_a_folder_without_tasks_ends_before_the_run(tmp_path):

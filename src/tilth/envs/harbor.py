@@ -39,17 +39,27 @@ print(json.dumps([done.returncode, done.stdout.decode(errors="replace"), kept, f
 """
 """Program of the sandbox: unpacks files, runs a command, packs the files again. What is unpacked second are the tests,
 in place of whatever an episode put there."""
-BUILD = r"""set -eE; trap 'echo "in: $BASH_COMMAND"' ERR
-put() { here=$PWD; to=${!#}; [[ $to == /* ]] || to=$here/$to
+BUILD = r"""set -eE +B; shopt -s dotglob; trap 'echo "in: $BASH_COMMAND"' ERR
+put() { local here=$PWD to=${!#} count=0 one IFS=; [[ $to == /* ]] || to=$here/$to
   if [[ $to == */ || $to == */. ]]; then mkdir -p "$to"; else mkdir -p "$(dirname "$to")"; fi
-  cd /work/environment; set +f; while [ $# -gt 1 ]; do for one in $1; do
+  cd /work/environment; while [ $# -gt 1 ]; do for one in ./$1; do count=$((count + 1))
+    [ $count -lt 2 ] || [ -d "$to" ] || { echo "$to: several files need a folder; end it with /"; return 1; }
     if [ -d "$one" ]; then mkdir -p "$to"; cp -r "$one/." "$to"; else cp "$one" "$to"; fi; done; shift; done
   cd "$here"; }
+add() { (IFS=; cd /work/environment; while [ $# -gt 1 ]; do for one in ./$1; do
+    if tar -tf "$one" 2> /dev/null | grep -q .; then echo "ADD $one: nothing is unpacked; COPY its files"; exit 1; fi
+  done; shift; done); put "$@"; }
 """
+"""Functions for COPY and ADD. Without a word's separators the one thing that happens to its text is that it is a
+pattern, of hidden files too, and a leading slash is of the folder that is copied from."""
 IGNORED = {"FROM", "USER", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "MAINTAINER"}
 """Instructions of a Dockerfile that are left out: there is no image, one user, and nothing starts by itself."""
 QUOTE = r"""(?<!\\)["']"""
 """Quotes that Docker takes away."""
+MARKS = r"""[`\\"']|\$(?![A-Za-z_]|\{[A-Za-z_])"""
+"""What a word may not have: it would mean another thing to a shell."""
+ARCHIVE = r"(?i)\S+(://|\.(tar|t[agblx]z2?|tzst)\b)\S*"
+"""What ADD would fetch or unpack."""
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
 BYTES = 64 << 20
 """Most bytes of an episode's files."""
@@ -84,8 +94,9 @@ def built(task: Path) -> tuple[str, str]:
     kept = 'cd "$PWD"; export -p > /work/.begin; printf "cd %q\\n" "$PWD" >> /work/.begin; rm -r /work/environment'
     try:
         steps = steps_of(file.read_text()) if file.is_file() else []
-        if (file.parent / ".dockerignore").exists() and any("put " in step for step in steps):
-            raise ValueError("COPY beside a .dockerignore, which is not followed; take it away, and what it names")
+        ignores = [name for name in (".dockerignore", "Dockerfile.dockerignore") if (file.parent / name).exists()]
+        if ignores and any(step.startswith(("put ", "add ")) for step in steps):
+            raise ValueError(f"COPY beside a {ignores[0]}, which is not followed; take it away, and what it names")
     except ValueError as error:
         raise PluginError(f"{file}: {error}", key="environment.harbor.Dockerfile") from None
     command = "\n".join([BUILD, "mkdir -p /work/environment", *steps, kept])
@@ -103,6 +114,8 @@ def built(task: Path) -> tuple[str, str]:
 
 def steps_of(dockerfile: str) -> list[str]:
     """Return commands of bash that do what the instructions of a Dockerfile do. ValueError: one cannot be done so."""
+    if found := re.match(r"(?i)(?:#\s*\w+\s*=.*\n)*(#\s*escape\s*=\s*`.*)", dockerfile):
+        raise ValueError(f"{found[1]}: a line goes on behind a \\ alone; leave it out")
     text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
     lines = [line.strip() for line in re.sub(r"\\[ \t]*\n", "", text).splitlines() if line.strip()]
     if sum(line.split()[0].upper() == "FROM" for line in lines) > 1:
@@ -125,22 +138,26 @@ def _steps(word: str, rest: str = "") -> list[str]:
         return []
     flags = re.match(r"(--[a-z-]+(?:=\S*)?\s+)*", rest)
     assert flags is not None  # it matches nothing too
-    if other := re.sub(r"--(chown|link)\S*", "", flags[0]).strip():
+    if other := re.sub(r"--(chown=\S*|link(=\S*)?)(?=\s)", "", flags[0]).strip():
         raise ValueError(f"{name} {other}: the sandbox has no such option; leave it out")
     if "<<" in rest and name in ("RUN", "COPY", "ADD"):
         raise ValueError(f"{name} {rest[:60]}: here-documents are not followed; write a file and COPY it")
     rest = rest[flags.end() :]
     exact = _exact(rest)
     if name in ("COPY", "ADD"):
-        if found := re.search(r"\S+(://|\.tar\b|\.t[gbx]z\b)\S*", rest if name == "ADD" else ""):
+        if found := re.search(ARCHIVE, rest if name == "ADD" else ""):
             raise ValueError(f"ADD {found[0]}: nothing is fetched or unpacked; COPY what it would be")
-        if exact and re.search(r"[\s$]", "".join(exact[:-1])):
-            raise ValueError(f"{name} {rest[:60]}: names with spaces or variables are not followed in a list")
-        return [f"set -f; put {shlex.join(exact) if exact else rest}"]  # patterns are of the folder that is copied from
+        words = [_word(name, one) for one in exact or rest.split()]
+        if len(words) < 2:
+            raise ValueError(f"{name} {rest[:60]}: what to copy or where to is missing; write {name} FILE FOLDER/")
+        if any(".." in one.strip('"').split("/") for one in words[:-1]):
+            raise ValueError(f"{name} {rest[:60]}: nothing outside of the Dockerfile's folder is copied; leave out ..")
+        return [" ".join(["put" if name == "COPY" else "add", *words])]
     if name == "RUN":
         return [shlex.join(exact or ["/bin/sh", "-c", rest])]
     if name == "WORKDIR":
-        return [f'mkdir -p "{rest}"; cd "{rest}"']
+        to = _word(name, rest)
+        return [f"mkdir -p {to}; cd {to}"]
     if name in ("ENV", "ARG"):
         key, *value = re.split(r"\s+", rest, maxsplit=1)
         plain = name == "ENV" and "=" not in key  # ENV KEY VALUE
@@ -149,6 +166,14 @@ def _steps(word: str, rest: str = "") -> list[str]:
             raise ValueError(f"{name} {rest[:60]}: {found[0]!r} means another thing to a shell; put it into quotes")
         return [f'export {key}="{re.sub(QUOTE, "", "".join(value))}"' if plain else f"export {rest}"]
     raise ValueError(f"{word}: there is no such instruction, or the sandbox cannot follow it")
+
+
+def _word(name: str, text: str) -> str:
+    """Return a word of an instruction for bash, which replaces its variables as Docker does. ValueError."""
+    plain = re.sub(r"""^(?:"(.*)"|'([^$]*)')$""", r"\1\2", text)
+    if found := re.search(MARKS, plain):
+        raise ValueError(f"{name} {text[:60]}: {found[0]!r} means another thing to a shell; use a name without it")
+    return f'"{plain}"'
 
 
 @cache
