@@ -1,5 +1,7 @@
 """Products of a few rows: their order of sums, and where they are not used."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -115,3 +117,21 @@ def test_without_a_compiler_blocks_are_padded_and_one_sentence_says_so(
         assert missing in said and "train.parity" in said and not [*tmp_path.iterdir()]
     finally:
         row_product.prepare.cache_clear()
+
+
+def test_a_compiler_may_have_words_before_and_behind_it(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """As in CXX="ccache g++ -v"."""
+    if torch.backends.cpu.get_cpu_capability() not in row_product.FLAGS:
+        pytest.skip("nothing is compiled here")
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> None:
+        asked.append(command)
+        Path(command[-1]).touch()
+
+    monkeypatch.setattr(row_product.subprocess, "run", run)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for compiler in ("ccache g++", '"/opt/my tools/g++" -v'):
+        monkeypatch.setenv("CXX", compiler)
+        assert row_product._built().exists()
+    assert [words[:2] for words in asked] == [["ccache", "g++"], ["/opt/my tools/g++", "-v"]]

@@ -9,6 +9,7 @@ A kernel with this order needs the rows that there are. ``steady`` tries it for 
 import ctypes
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import zlib
@@ -71,7 +72,7 @@ def _built() -> Path:
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=root) as folder:  # processes of several machines may build at once
             made = Path(folder) / built.name
-            command = [compiler, *flags, str(SOURCE), "-o", str(made)]
+            command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(made)]  # CXX="ccache g++"
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             made.replace(built)
     return built
