@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import defaultdict
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -73,31 +74,74 @@ def test_two_replicas_generate_while_the_policy_learns(tmp_path):
     assert sum(waited[1:]) / 5 < waited[0]
 
 
-def survived(folder, kills, steps, **more):
-    """Every sample is consumed once by a whole group, and none is further behind than the bound."""
-    made = recipe(folder, 2, rollout=PLACED, guard={"restarts": 64}, algorithm={"steps": steps}, **more)
-    result = tiny.run(made, callbacks=[kills])
+def survived(made, kills):
+    """A run in which every sample is consumed once by a whole group, and none is further behind than the bound."""
+    result = tiny.run(made, name="run", callbacks=[kills])
     kills.join()
-    check_once(result, steps, group=4)
+    check_once(result, made.algorithm.steps, group=4)
+    check_log(result, bound=2)
     assert not state(result).dropped
     assert all(record["staleness/max"] <= 2 for record in read_metrics(result.directory))
+    return result
+
+
+def check_log(run, bound):
+    """By the log alone a step learns from whole groups, each sample once, as it has ended, and within the bound."""
+    published, groups, ends, steps = set(), defaultdict(set), {}, defaultdict(set)
+    for event in read_events(run.directory / EVENTS):
+        one = event.fields
+        if event.kind == "publish":
+            published.add(one["version"])
+        elif event.kind == "admit":
+            groups[one["group"]].add(one["id"])
+        elif event.kind == "finish":
+            ends[one["id"]] = one
+        elif event.kind == "consume":
+            end = ends.pop(one["id"])  # again only after it has ended again
+            assert end["checksum"] == one["checksum"], one
+            assert sum(version > end["versions"][0][1] for version in published) <= bound, (one, end)
+            steps[one["batch"]].add(one["id"])
+    for step, ids in steps.items():
+        assert ids == set().union(*(one for one in groups.values() if one & ids)), step
+    assert sum(map(len, steps.values())) == len(set().union(*steps.values())) > 0
 
 
 def test_a_worker_that_dies_at_any_time_costs_no_sample(tmp_path):
     kills = Kills(RANKS["replica"], [2], stream_id("kills", 1))
-    survived(tmp_path, kills, 6, cluster=POOLS)
+    survived(recipe(tmp_path, 2, rollout=PLACED, cluster=POOLS), kills)
     assert len(kills.killed) == 1 and any("is new" in line for line in kills.messages), kills.messages
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["replica", "trainer", "reward", "process of the reward"])
-def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, role):
-    pools = {**POOLS, "pools": {**POOLS["pools"], "score": 1}}
+@pytest.mark.parametrize(
+    ("role", "more"),
+    [
+        ("replica", {}),
+        ("replica", {"inflight": "finish", "repack": True}),
+        ("trainer", {}),
+        ("reward", {}),
+        ("process of the reward", {}),
+    ],
+)
+def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, short_rounds, monkeypatch, role, more):
+    """A replay on one replica, without deaths, has the same trajectories and weights bit for bit."""
+    monkeypatch.setattr(flows_replicas, "PERIOD", 0.5)
+    monkeypatch.setattr(flows_replicas, "STAY", 1)
+    sections = {"reward": {"pool": "score"}, "algorithm": {"steps": STEPS}, "plugins": short_rounds}
+
+    def made(replicas, **rollout):
+        placed = {**PLACED, "layout": {"dp": replicas}, **rollout}
+        pools = {"train": 1, "rollout": replicas, "score": 1}
+        cluster = {**POOLS, "pools": pools}
+        return exact(tmp_path, 2, rollout=placed, cluster=cluster, guard={"restarts": 64}, **sections)
+
     kills = Kills(RANKS.get(role, (3,)), range(1, STEPS), stream_id(role, 1), processes=role not in RANKS)
-    survived(tmp_path, kills, STEPS, cluster=pools, reward={"pool": "score"})
+    run = survived(made(2, **more), kills)
     assert len(kills.killed) >= 20
     # several may die in one recovery
     assert sum("is new" in line for line in kills.messages) >= (5 if role in RANKS else 0), kills.messages
+    assert role != "replica" or sum(record["samples/resumed"] for record in read_metrics(run.directory)) > 20
+    check_same(run, tiny.run(made(1, **more | {"repack": False}), name="again", replay=run.directory))
 
 
 @pytest.mark.slow
@@ -117,6 +161,7 @@ def test_twenty_kills_of_the_controller_cost_no_sample(tmp_path):
     code, said = finish(child(tmp_path, flow="behind beside"))
     assert code == 0, said
     check_once(run, STEPS)
+    check_log(run, bound=2)
     assert not state(run).dropped
     records = read_metrics(run.directory)
     assert all(record["staleness/max"] <= 2 for record in records) and records[-1]["attempt"] == 21
