@@ -165,10 +165,10 @@ print(json.dumps(took))
 
 
 def follow(address: str, stop: threading.Event) -> None:
-    """Be a page as its script is: read the stream of news with its points, ask for the page now and then."""
+    """Be a page as its script is: read the stream of news, with its points and parts, ask for curves without points."""
     metrics = "".join(f"&metric={name}" for name in ("loss", "reward/mean", "time/update", "time/score", "time/verify"))
     with httpx.Client(base_url=address, timeout=30) as client, suppress(httpx.HTTPError):
-        seen, drawn = 0, time.monotonic()
+        seen = 0
         with client.stream("GET", "/events?run=live") as stream:
             for line in stream.iter_lines():
                 if stop.is_set():
@@ -179,9 +179,6 @@ def follow(address: str, stop: threading.Event) -> None:
                 if news.get("points") is None:
                     client.get(f"/curves.json?run=live&x=step&smooth=0{metrics}&since={seen}")
                 seen = news.get("step", seen)
-                if time.monotonic() - drawn > 5:
-                    drawn = time.monotonic()
-                    client.get("/runs/live")
 
 
 def worked(folder: Path, steps: int, products: int, act: Callable[[], Any]) -> list[float]:

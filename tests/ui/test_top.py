@@ -24,7 +24,7 @@ from tilth.config.load import load_recipe
 from tilth.core.lines import replace
 from tilth.runs.directory import RunDir
 from tilth.ui import top as ui
-from tilth.ui.top import RunWatcher, Tail, as_dict, drawn, last_line, shares
+from tilth.ui.top import KeptFiles, RunWatcher, Tail, as_dict, drawn, last_line, shares
 
 RECORD = {"phase": "grpo", "phase_steps": 250, "reward/mean": 0.5, "loss": 0.25, "time/step": 2.0, "memory/peak": 4e8}
 
@@ -110,6 +110,42 @@ def test_unchanged_files_are_not_read_again(directory, monkeypatch):
     keep(directory.events, *two_workers(), part=2)
     watch.look()
     assert len(read) == 2
+
+
+def test_what_a_file_says_is_kept_until_it_is_written_replaced_or_removed(tmp_path):
+    file, read, kept = tmp_path / "log.txt", [], KeptFiles(tmp_path)
+
+    def look():
+        return kept.of("log.txt", lambda run: read.append(1) or (file.read_text() if file.exists() else ""))
+
+    assert look() == look() == "" and len(read) == 1
+    file.write_text("one")
+    assert look() == look() == "one" and len(read) == 2
+    with open(file, "a") as opened:
+        opened.write("two")
+    assert look() == "onetwo"
+    times = file.stat()
+    (tmp_path / "new").write_text("eight!")
+    os.utime(tmp_path / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "new").rename(file)  # as long, and as old
+    assert look() == "eight!"
+    file.unlink()
+    assert look() == "" and len(read) == 5
+
+
+def test_a_look_sees_what_was_replaced_and_an_ended_process(directory, monkeypatch):
+    watch = RunWatcher(directory.path)
+    directory.log("first words")
+    assert watch.look().message == "first words" and watch.look().running
+    directory.log("other words")
+    made = {"time": "2026-01-01T00:00:00+00:00", "step": 1, "kind": "slow", "evidence": "x"}
+    replace(directory.path / "warnings.jsonl", json.dumps(made).encode() + b"\n")
+    look = watch.look()
+    assert look.message == "other words" and look.warnings == [made]
+    monkeypatch.setattr("tilth.runs.readers._lives", lambda pid, started: False)
+    assert watch.look().state["state"] == "interrupted"  # nothing was written
+    monkeypatch.undo()
+    assert watch.look().state["state"] == "running"
 
 
 def test_a_torn_file_of_events_is_no_end(directory):

@@ -23,6 +23,14 @@ def state_of(found: os.stat_result) -> FileState:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def file_state(path: str | Path) -> FileState:
+    """Return the state of a file or folder."""
+    try:
+        return state_of(os.stat(path))
+    except OSError:
+        return ()
+
+
 class CacheEntry:
     """One entry: a folder with a file and ``about.json``, which has the file's checksum and state and is written last.
 
@@ -43,10 +51,7 @@ class CacheEntry:
 
     def state(self) -> FileState:
         """Return the state of the file."""
-        try:
-            return state_of(self.file.stat())
-        except OSError:
-            return ()
+        return file_state(self.file)
 
     def damage(self) -> str | None:
         """Describe the damage of the entry: "" if it is intact, None if there is none."""

@@ -51,6 +51,11 @@ def read_metrics(run: str | Path) -> list[Record]:
 
 def read_state(run: str | Path) -> Record:
     """Return run.json; its state is "interrupted" if it is "running" without a process. DataError: not a run."""
+    return present(run, stored_state(run))
+
+
+def stored_state(run: str | Path) -> Record:
+    """Return run.json as it was written. DataError: not a run."""
     path = Path(run) / "run.json"
     settle(path)
     try:
@@ -61,10 +66,14 @@ def read_state(run: str | Path) -> Record:
         raise DataError(f"cannot read {path}: {error}", key="run.json.content") from error
     if not isinstance(state, dict) or not {"state", "digest"} <= set(state):
         raise DataError(f"{path} is not the state of a run: it needs the keys state and digest", key="run.json.digest")
-    with parsing(path):
-        if state["state"] == "running" and _gone(state):
-            state["state"] = "interrupted"
     return state
+
+
+def present(run: str | Path, stored: Record) -> Record:
+    """Return the stored state of a run at this moment: see ``read_state``."""
+    with parsing(Path(run) / "run.json"):
+        gone = stored["state"] == "running" and _gone(stored)
+    return stored | {"state": "interrupted"} if gone else stored.copy()
 
 
 def read_recoveries(run: str | Path) -> list[Record]:

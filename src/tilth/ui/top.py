@@ -7,11 +7,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,17 +20,22 @@ from rich.text import Text
 from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
 from tilth.core.errors import DataError
+from tilth.core.write_queue import settle
+from tilth.data.cache import FileState, file_state
 from tilth.guard.health import read_health
 from tilth.runs.progress import Doing, read_progress
 from tilth.runs.readers import (
     ACCURACY,
+    RECOVERIES,
     REWARD,
+    WARNINGS,
     ettr,
+    present,
     read_recoveries,
-    read_state,
     read_warnings,
     run_settings,
     spread,
+    stored_state,
     supervised,
 )
 from tilth.ui import format
@@ -44,6 +49,7 @@ WARNED = 4  # newest warnings shown
 LATE = 2.0  # seconds without a sign of life that are worth a colour
 LIVING = ("running", "sleeping", "disk-sleep", "idle")  # states of a process that need no word
 IDLE = Doing()
+T = TypeVar("T")
 FIXED = {
     COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", STAGES: "cyan", PEERS: "grey39", CONTROLLER: "grey23",
 }  # fmt: skip
@@ -116,21 +122,38 @@ class Look:
         return self.state["state"] in ("running", "restarting")
 
 
+class KeptFiles:
+    """Values read of a run's files, until these are written or replaced."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._known: dict[str, tuple[FileState, Any]] = {}
+
+    def of(self, name: str, read: Callable[[Path], T]) -> T:
+        """Return ``read(run)``, which reads this file."""
+        settle(self._run / name)
+        state, known = file_state(self._run / name), self._known.get(name)  # before it is read: it may grow meanwhile
+        if known is None or known[0] != state:
+            known = self._known[name] = state, read(self._run)
+        found: T = known[1]
+        return found
+
+
 class RunWatcher:
     """Reads the state of a run repeatedly; unchanged files are not read again. DataError: not a run."""
 
     def __init__(self, run: Path, tail: RecordTail | None = None, *, times: bool = True) -> None:
-        """tail: of its metrics, if another reader has one; times: read the newest events too."""
-        self.run, self._times = run, times
+        """tail: of its metrics, if another reader has one; times: read the newest events and workers' health."""
+        self.run, self._times, self._kept = run, times, KeptFiles(run)
         self._tail = tail or Tail(run / "metrics.jsonl")
-        read_state(run)
+        self._kept.of("run.json", stored_state)
         self._settings = run_settings(run)
         self._progress, self._before = LiveState(self._settings), 0.0
         self._files: frozenset[str] = frozenset()
         self._recent: Account | None = None
 
     def look(self) -> Look:
-        state = read_state(self.run)
+        state = present(self.run, self._kept.of("run.json", stored_state))
         if state["state"] == "interrupted" and not state.get("ended") and supervised(state):
             state["state"] = "restarting"  # between two controllers
         records, again = self._tail.new()
@@ -147,10 +170,9 @@ class RunWatcher:
         self._progress.see(doing)
         written = (self.run / "metrics.jsonl").stat().st_mtime if self._progress.record else None
         silent = None if written is None else max(time.time() - written, 0.0)
-        message, survived = last_line(self.run / "log.txt"), read_recoveries(self.run)
-        here = running and state.get("host") == os.uname().nodename
-        found = read_health(state["session"]) if here and state.get("session") else None
-        workers, warned = found["ranks"] if found else (), read_warnings(self.run)
+        message = self._kept.of("log.txt", lambda run: last_line(run / "log.txt"))
+        survived, warned = self._kept.of(RECOVERIES, read_recoveries), self._kept.of(WARNINGS, read_warnings)
+        workers = living(state) if self._times else ()
         return Look(self.run, state, self._progress, self._recent, message, silent, survived, warned, doing, workers)
 
     def _events(self) -> None:
@@ -167,6 +189,13 @@ class RunWatcher:
                 self._recent = account(events, range(max(steps.start, steps.stop - STEPS), steps.stop))
         except DataError:  # a file came or went meanwhile: the next look reads them
             self._files = frozenset()
+
+
+def living(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the health of each rank of a run at this moment; none if they do not run on this machine."""
+    here = state["state"] == "running" and state.get("host") == os.uname().nodename
+    found = read_health(state["session"]) if here and state.get("session") else None
+    return found["ranks"] if found else ()
 
 
 def last_line(path: Path) -> str:

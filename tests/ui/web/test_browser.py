@@ -103,6 +103,24 @@ def test_a_curve_grows_within_three_seconds_of_a_commit(browser, tmp_path):
         page.wait_for_selector("#head .state.finished")
 
 
+def test_a_page_that_follows_a_run_asks_for_nothing(browser, tmp_path):
+    """News have the points of its curves and its tiles, so that a page costs the run nothing else."""
+    with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
+        page.goto(address + "runs/live")
+        page.wait_for_selector("figure.plotted .main-svg")
+        page.wait_for_timeout(1500)
+        asked = []
+        page.on("request", lambda request: asked.append(urlsplit(request.url).path))
+        for step in range(2, 9):
+            run.commit_step({"step": step, "phase": "grpo", "reward/mean": 0.7, "loss": 0.5, "tokens/trained": 100.0})
+            page.wait_for_timeout(1000)
+        until(page, "document.querySelector('figure.plotted .canvas').data[0].x.length === 8")
+        until(page, "/Steps\\s*[678]/.test(document.getElementById('tiles').innerText)")
+        assert asked.count("/runs/live") == 0 and asked.count("/curves.json") <= 2
+        run.end("finished")
+        until(page, "/Steps\\s*8/.test(document.getElementById('tiles').innerText)")
+
+
 def test_a_run_that_is_killed_while_it_is_watched(browser, tmp_path):
     with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
         page.goto(address + "runs/live")

@@ -14,7 +14,7 @@ from tests.ui.web.runs import lines
 from tilth.runs.directory import RunDir
 from tilth.runs.metrics import KEYS
 from tilth.runs.readers import read_metrics, summarise
-from tilth.ui.web import follow, metric_table
+from tilth.ui.web import metric_table
 from tilth.ui.web.follow import FollowedRun
 from tilth.ui.web.metric_table import MetricTable
 from tilth.ui.web.views import points_of
@@ -100,7 +100,6 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
 
 
 def test_a_page_reads_whole_columns_while_another_reads_on(run, monkeypatch):
-    monkeypatch.setattr(follow, "FRESH", 0.0)
     records = [{"step": step, "attempt": 1, "phase": "grpo", "loss": float(step)} for step in range(1, 601)]
     lines(run / "metrics.jsonl", *records[:200])
     followed, seen, convert = FollowedRun(run), [], metric_table._numbers

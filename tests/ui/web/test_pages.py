@@ -32,9 +32,11 @@ from tilth.cluster.backends.status import StatusBoard
 from tilth.core.errors import DataError
 from tilth.process.access import AddressError
 from tilth.runs.directory import RunDir
-from tilth.runs.readers import read_metrics, read_trajectories, summarise
+from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
 from tilth.ui.listing import rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
+from tilth.ui.top import living
+from tilth.ui.web import views
 from tilth.ui.web.app import PageServer, make_app
 from tilth.ui.web.compare import interval, over_seeds, settings_of, student
 from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
@@ -57,6 +59,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(folder):
     return client_of(folder)[0]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine reads no run later than the list is shown."""
+    monkeypatch.setattr(views, "PATIENT", patience(20))
 
 
 def page_of(client, path, status=200):
@@ -93,6 +101,83 @@ def test_the_list_names_what_is_finished_and_what_is_broken(client):
     assert sorted(states) == ["state broken", "state finished", "state finished", "state finished"]
     assert "ranks" not in page_of(client, "/?q=agents").words
     assert "No runs match" in page_of(client, "/?q=nothing-like-this").words
+
+
+def rows_of_page(client, path="/"):
+    """Name -> text of the row of each listed run."""
+    text = re.findall(r"<tr>(.*?)</tr>", client.get(path).text.partition("<tbody>")[2])
+    return {re.search(r'value="([^"]*)"', row)[1]: re.sub(r"<[^>]*>", " ", row) for row in text}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Names of the runs whose rows are computed."""
+    found, compute = [], views.row_of_run
+    monkeypatch.setattr(views, "row_of_run", lambda run: found.append(run.path.name) or compute(run))
+    return found
+
+
+def test_the_list_computes_rows_anew_where_files_were_written_or_replaced(folder, tmp_path, counted):
+    for name in ("ranks", "agents"):
+        shutil.copytree(folder / name, tmp_path / name)
+    client, metrics = client_of(tmp_path)[0], tmp_path / "ranks" / "metrics.jsonl"
+    assert "12" in rows_of_page(client)["ranks"] and rows_of_page(client, "/?q=ranks").keys() == {"ranks"}
+    assert sorted(counted) == ["agents", "ranks"]
+    text, times = metrics.read_text(), metrics.stat()
+    assert '"step": 12' in text
+    (tmp_path / "new").write_text(text.replace('"step": 12', '"step": 99'))
+    os.utime(tmp_path / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "new").rename(metrics)  # as long, and as old
+    assert "99" in rows_of_page(client)["ranks"] and counted[2:] == ["ranks"]
+    state = json.loads((tmp_path / "agents" / "run.json").read_text())
+    (tmp_path / "agents" / "run.json").write_text(json.dumps(state | {"state": "failed", "error": "a new error"}))
+    assert "a new error" in rows_of_page(client)["agents"] and counted[3:] == ["agents"]
+    (tmp_path / "agents" / "updates").mkdir(exist_ok=True)
+    (tmp_path / "agents" / "updates" / "0001.json").write_text("{")
+    assert "broken" in rows_of_page(client)["agents"]
+    (tmp_path / "ranks" / "log").symlink_to("/etc/hostname")
+    assert "leads out" in rows_of_page(client)["ranks"]
+    shutil.rmtree(tmp_path / "ranks")
+    assert rows_of_page(client).keys() == {"agents"}
+
+
+def test_the_list_sees_a_process_that_ended_without_a_word(tmp_path, monkeypatch, counted):
+    with made.running(tmp_path) as run:
+        client = client_of(tmp_path)[0]
+        for _ in range(2):
+            read_metrics(run.path)  # waits for what is still to be written
+            assert "running" in rows_of_page(client)["live"]
+        monkeypatch.setattr("tilth.runs.readers._lives", lambda pid, started: False)
+        assert "interrupted" in rows_of_page(client)["live"] and counted == ["live", "live"]
+
+
+def test_the_list_keeps_no_row_that_is_older_than_the_files(tmp_path, monkeypatch):
+    """A summary of a running run that was not computed anew, as that takes long, is shown once."""
+    monkeypatch.setattr("tilth.ui.web.follow.SHARE", 1e9)
+    with made.running(tmp_path) as run:
+        runs = RunsFolder(tmp_path)
+        rows = views.RunList(runs)
+        assert rows.page("", "", "", 0)["rows"][0]["step"] == 1
+        run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5})
+        read_metrics(run.path)
+        assert rows.page("", "", "", 0)["rows"][0]["step"] == 1
+        followed = runs.get("live")
+        followed._summary = (*followed._summary[:2], 0.0)  # it is due
+        assert rows.page("", "", "", 0)["rows"][0]["step"] == 2
+
+
+def test_metrics_are_read_at_once_and_a_file_as_long_and_as_old_in_their_place_too(tmp_path):
+    with made.running(tmp_path) as run:
+        followed = RunsFolder(tmp_path).get("live")
+        assert len(followed.refresh()) == 1
+        run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5})
+        read_metrics(run.path)
+        assert len(table := followed.refresh()) == 2 and followed.refresh() is table
+        file, times = run.path / "metrics.jsonl", (run.path / "metrics.jsonl").stat()
+        (tmp_path / "new").write_text(file.read_text().replace('"loss": 0.5', '"loss": 0.7'))
+        os.utime(tmp_path / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+        (tmp_path / "new").rename(file)
+        assert followed.refresh().column("loss").tolist() == [1.0, 0.7]
 
 
 def test_a_folder_without_runs_and_one_that_is_none(tmp_path):
@@ -310,7 +395,7 @@ def test_curves_and_their_version_are_of_one_table(tmp_path):
     with made.running(tmp_path) as run:
         followed = RunsFolder(tmp_path).get("live")
         table = followed.refresh()
-        before, followed._seen = table.version, 0.0
+        before = table.version
         run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5})
         assert followed.refresh().version != before == table.version
         assert lines_of("live", table, ["loss"], "step", 0, -1.0)[0]["y"] == [1.0]
@@ -357,19 +442,24 @@ def test_what_if_is_answered_by_a_process_of_its_own(client):
 # ---- news ----
 
 
+def read_event(event):
+    (line,) = (line for line in event.decode().splitlines() if line.startswith("data: "))
+    return json.loads(line.removeprefix("data: "))
+
+
 def news_of(folder, name, act, count, *, each=False):
     """The first ``count`` news of a run, read by two pages at once; ``act`` is called after the first one, or after
     each but the last."""
 
     async def read():
         runs = RunsFolder(folder)
-        news = News(runs, lambda name, look: name)
+        news = News(runs, lambda name, look: name, lambda run: "tiles")
         async with aclosing(news.of(name)) as one, aclosing(news.of(name)) as two:
             found = []
             for number in range(count):
                 pair = await asyncio.wait_for(asyncio.gather(anext(one), anext(two)), patience(20))
                 assert pair[0] == pair[1] and len(news._tasks) == 1
-                found.append(json.loads(pair[0]["data"]))
+                found.append(read_event(pair[0]))
                 if not number or (each and number < count - 1):
                     act()
         assert not news._tasks
@@ -392,13 +482,13 @@ def test_a_step_and_the_end_of_a_run_are_news(tmp_path, monkeypatch):
 
 def test_news_have_the_points_of_added_steps_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.follow.FRESH", 0.0)
-    news, before = News(RunsFolder(tmp_path), lambda name, look: name), None
+    news, before = News(RunsFolder(tmp_path), lambda name, look: name, lambda run: ""), None
 
     def points():
         nonlocal before
         steps = [record["step"] for record in read_metrics(run.path)]  # waits for what is still to be written
-        before, text = news._look("live", before)
-        found = json.loads(text)
+        before, event = news._look("live", before)
+        found = read_event(event)
         assert found["step"] == steps[-1]
         return found.get("points") and [point["step"] for point in found["points"]]
 
@@ -416,6 +506,40 @@ def test_news_have_the_points_of_added_steps_alone(tmp_path, monkeypatch):
         assert points() is None
         run.commit_step({"step": 6, "phase": "grpo", "loss": 3.0})
         assert points() == [6]
+
+
+def test_news_have_the_tiles_at_first_at_the_end_and_now_and_then(tmp_path):
+    news, before = News(RunsFolder(tmp_path), lambda name, look: "head", lambda run: f"tiles of {run.state()}"), None
+
+    def parts():
+        nonlocal before
+        read_metrics(run.path)
+        before, event = news._look("live", before)
+        return read_event(event)["parts"]
+
+    with made.running(tmp_path) as run:
+        assert "'running'" in parts()["tiles"]
+        run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5})
+        assert parts() == {"head": "head"}
+        news._parts["live"] = (0.0, news._parts["live"][1])  # they are due
+        run.commit_step({"step": 3, "phase": "grpo", "loss": 0.5})
+        assert parts().keys() == {"head", "tiles"}
+        run.end("finished")
+        assert "'finished'" in parts()["tiles"]
+
+
+def test_a_page_that_comes_later_has_the_parts_that_others_were_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.EVERY", 60.0)
+
+    async def read():
+        news = News(RunsFolder(tmp_path), lambda name, look: "head", lambda run: "tiles")
+        async with aclosing(news.of("live")) as one, aclosing(news.of("live")) as two:
+            first = read_event(await asyncio.wait_for(anext(one), patience(20)))
+            assert read_event(await asyncio.wait_for(anext(two), patience(20)))["parts"] == first["parts"]
+        assert not news._parts and not news._pages
+
+    with made.running(tmp_path):
+        asyncio.run(read())
 
 
 def test_a_run_that_is_removed_while_it_is_watched(tmp_path, monkeypatch):
@@ -647,7 +771,7 @@ def test_health_is_read_from_session_folders_alone(tmp_path):
             StatusBoard.create(place / "board", 1).close()
             with made.running(tmp_path, f"run-{count}") as run:
                 run.update(session=str(place))
-                assert len(RunsFolder(tmp_path).get(run.path.name).look().workers) == count
+                assert len(living(read_state(run.path))) == count
     finally:
         session.remove()
 

@@ -199,13 +199,15 @@ for (const figure of all('.lanes-plot')) {
 
 // ---- news: one stream for each page, closed while it is hidden ----
 
+const held = part => part.contains(document.activeElement) ||
+  (!getSelection().isCollapsed && getSelection().containsNode(part, true));
 const redraw = async () => {
   const answer = await fetch(location.href);
   if (!answer.ok) return;
   const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
   for (const part of all('[data-live]')) {
     const fresh = page.getElementById(part.id);
-    if (!fresh || part.contains(document.activeElement) || getSelection().containsNode(part, true)) continue;
+    if (!fresh || held(part)) continue;
     const open = all('details[open] summary', part).map(one => one.textContent);
     const chosen = all('input:checked', part).map(one => one.value);
     part.replaceWith(document.adoptNode(fresh));
@@ -222,15 +224,16 @@ const update = async news => {
   const began = performance.now(), wait = drawn + (unread() || health() ? 700 : 5000) - began;
   try {
     await grow(all('figure.plotted[data-drawn]').filter(figure => figure.dataset.seen), news);
-    if (wait <= 0 && all('[data-live]').length > all('#head').length) {
+    const live = document.querySelector('[data-live]');  // news have the other parts
+    if (live && wait <= 0) {
       drawn = began;
       await redraw();
-    } else if (!later) later = setTimeout(() => { later = null; update(); }, wait + 50);
+    } else if (live && !later) later = setTimeout(() => { later = null; update(); }, wait + 50);
   } catch (error) { /* the server has gone: the stream says so, and comes back with it */ }
   setTimeout(() => {
     busy = false;
     if (again) { again = false; update(); }
-  }, Math.max(1000, 5 * (performance.now() - began)));
+  }, Math.max(500, 5 * (performance.now() - began)));  // less than between two news, whose points would be asked for
 };
 let stream = null;
 const listen = () => {
@@ -244,7 +247,10 @@ const listen = () => {
       head.textContent = news.gone;
       return;
     }
-    if (news.head && !head.contains(document.activeElement)) head.innerHTML = news.head;
+    for (const [id, text] of Object.entries(news.parts || {})) {
+      const part = document.getElementById(id);
+      if (part && !held(part)) part.innerHTML = text;
+    }
     if (!first) update(news);
     first = false;
   });

@@ -28,7 +28,7 @@ from tilth.ui.web.compare import compare_page
 from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
 from tilth.ui.web.search import SORTS, Wanted, newest_step
 from tilth.ui.web.times import ReplayProcesses, health_page, lanes_of, time_page
-from tilth.ui.web.views import TOKENS, RunList, group_page, head, lines_of, marks_of, run_page, trajectories_page
+from tilth.ui.web.views import TOKENS, RunList, group_page, head, lines_of, marks_of, run_page, tiles, trajectories_page
 
 BODY = 1 << 16
 """Most bytes of a request's body; no route reads one."""
@@ -36,6 +36,8 @@ SHARED = ("/runs/", "/curves.json")
 """Beginnings of paths whose answers pages share that ask for the same within ``SECONDS``, if they have at most
 ``LARGEST`` bytes."""
 SECONDS, LARGEST = 0.5, 1 << 20
+TICK = 0.5
+"""Seconds between two looks at whether the server is to end."""
 COOKIE = "tilth-{port}"
 """Name of the cookie; browsers send a cookie to every port of a host."""
 ENTER = "/enter"
@@ -238,7 +240,7 @@ def _steps(text: str) -> range | None:
 def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     """Return the application for a folder of runs, and the path of its address for one visit. DataError."""
     runs, assets, visit, replays = RunsFolder(root), Assets(), OneVisit(token), ReplayProcesses()
-    rows, news = RunList(runs), News(runs, head)
+    rows, news = RunList(runs), News(runs, head, tiles)
     app = FastAPI(title="Tilth", docs_url=None, redoc_url=None, openapi_url=None)
     app.router.route_class = RunRoute
 
@@ -396,6 +398,11 @@ class PageServer(uvicorn.Server):
                 timeout_graceful_shutdown=1, http=PatientProtocol,
             )
         )  # fmt: skip
+
+    async def main_loop(self) -> None:
+        """Wait for the end; uvicorn's own loop wakes ten times a second, which is most of what an idle server costs."""
+        while not await self.on_tick(0):
+            await asyncio.sleep(TICK)
 
     def run_here(self) -> None:
         """Serve until a signal."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.runs.files import flattened
-from tilth.runs.readers import read_state
 from tilth.ui import format
 from tilth.ui.charts import Chart, Line
 from tilth.ui.listing import METRICS, measured
@@ -65,7 +64,7 @@ def compare_page(runs: Sequence[FollowedRun], words: str, axis: str, smooth: int
 
 def settings_of(run: FollowedRun) -> dict[str, Any]:
     """Return the recipe by dotted keys, versions of packages, fingerprints of inputs, machine. DataError: not a run."""
-    state = read_state(run.path)
+    state = run.state()
     try:
         recipe = tomllib.loads((run.path / "recipe.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -5,17 +5,19 @@ import json
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sse_starlette import ServerSentEvent
 
 from tilth.core.errors import DataError, TilthError, parsing
-from tilth.runs.readers import read_state, summarise
-from tilth.ui.top import Look, RunWatcher
+from tilth.data.cache import FileState, file_state
+from tilth.runs.readers import present, stored_state, summarise
+from tilth.ui.top import KeptFiles, Look, RunWatcher
 from tilth.ui.web.metric_table import RECENT, MetricTable, Record
 
 EVERY = 1.0
@@ -23,13 +25,17 @@ EVERY = 1.0
 SLOWLY = 10.0
 """Seconds after which ages on a page are drawn anew, and the list of runs."""
 FRESH = 0.4
-"""Seconds in which a run is not read again."""
+"""Seconds in which the folder is not listed again."""
 SHARE = 30
-"""Times what a summary takes until that of a running run is computed anew."""
+"""Times what a summary takes until that of a running run is computed anew for a page."""
+TILES, RARELY = 5.0, 500
+"""Seconds, and times the processor time that they take, until news have the tiles of a run that goes on again."""
 KEPT = 160 << 20
 """Bytes of metrics in memory, besides those of the newest run; others are read again where they are asked for."""
 MARKS = ("run.json", "metrics.jsonl", "recipe.toml", "log.txt")
 """Files of which a folder with any is a run, broken or not."""
+WRITTEN = ("run.json", "metrics.jsonl", "recoveries.jsonl", "warnings.jsonl", "updates", "")
+"""Files of a run that its summary depends on; the folder itself changes where a link is made in it."""
 FOLDERS = ("", "trajectories", "events", "model", "updates")
 """Folders of a run that a page reads."""
 
@@ -45,22 +51,24 @@ class FollowedRun:
         self.path = path
         self.table = MetricTable(path / "metrics.jsonl")  # replaced, not changed: pages read it without the lock
         self.lock = threading.RLock()
-        self._seen = 0.0
+        self.behind = False
+        """True if the summary that was returned last is older than what is written."""
+        self._kept = KeptFiles(path)
+        self._seen: FileState | None = None
         self._watch: RunWatcher | None = None
         self._new: list[Record] = []
         self._again = False
         self._summary: tuple[Any, Record, float] = (None, {}, 0.0)
 
     def refresh(self) -> MetricTable:
-        """Read the new lines of its metrics, unless that was done a moment ago; return the table, which stays as it
-        is."""
+        """Read the new lines of its metrics, if there are some; return the table, which stays as it is."""
         with self.lock:
-            if time.monotonic() - self._seen < FRESH:
+            if (state := file_state(self.table.path)) == self._seen:
                 return self.table
             table = self.table.copy()
             new, again = table.new()
             self.table = table
-            self._seen, self._again = time.monotonic(), self._again or again
+            self._seen, self._again = state, self._again or again
             self._new = new if again else [*self._new, *new][-RECENT:]
             return table
 
@@ -69,6 +77,10 @@ class FollowedRun:
         self.refresh()
         found, self._new, again, self._again = self._new, [], self._again, False
         return found, again
+
+    def state(self) -> Record:
+        """Return ``read_state``. DataError: not a run."""
+        return present(self.path, self._kept.of("run.json", stored_state))
 
     def look(self) -> Look:
         """Return its state now. DataError: not a run."""
@@ -82,9 +94,10 @@ class FollowedRun:
         with self.lock:
             self.refresh()
             mark, found, due = self._summary
-            now, state = time.monotonic(), read_state(self.path)["state"]
-            new = (self.table.version, state, _written(self.path))
+            now, state = time.monotonic(), self.state()["state"]
+            new = (self.table.version, state, written(self.path))
             soon = state == "running" and now < due
+            self.behind = soon and new != mark
             if mark is None or (not soon and (new != mark or state == "running")):
                 found = summarise(self.path, self.table.steps())
                 self._summary = new, found, time.monotonic() + SHARE * (time.monotonic() - now)
@@ -95,15 +108,14 @@ class FollowedRun:
         if self.lock.acquire(blocking=False):  # all other runs would wait for one that is read
             try:
                 self.table, self._watch = MetricTable(self.path / "metrics.jsonl"), None
-                self._seen, self._new = 0.0, []
+                self._seen, self._new = None, []
             finally:
                 self.lock.release()
 
 
-def _written(run: Path) -> tuple[int, ...]:
-    """Return when files were written that a summary depends on, besides the metrics."""
-    names = ("run.json", "recoveries.jsonl", "warnings.jsonl", "updates")
-    return tuple((run / name).stat().st_mtime_ns if (run / name).exists() else 0 for name in names)
+def written(run: Path) -> tuple[FileState, ...]:
+    """Return the states of ``WRITTEN``, in that order."""
+    return tuple(file_state(f"{run}/{name}") for name in WRITTEN)
 
 
 class RunsFolder:
@@ -116,35 +128,37 @@ class RunsFolder:
         self.root = root.resolve()
         self._lock = threading.Lock()
         self._runs: dict[str, FollowedRun] = {}
-        self._links: dict[Path, tuple[int, list[Path]]] = {}
-        self._listed: tuple[float, int, list[str]] = (0.0, 0, [])
+        self._links: dict[Path, tuple[FileState, list[Path]]] = {}
+        self._listed: tuple[float, int, dict[str, Path]] = (0.0, 0, {})
 
-    def names(self) -> list[str]:
-        """Return the names of its runs, broken ones among them; of a run's own folder, its name."""
+    def paths(self) -> Mapping[str, Path]:
+        """Return its runs by name, broken ones among them; a run's own folder has that run alone."""
         if (self.root / "run.json").is_file():
-            return [self.root.name]
+            return {self.root.name: self.root}
         changed, (seen, mark, known) = self.root.stat().st_mtime_ns, self._listed
         if time.monotonic() - seen > FRESH or changed != mark:
             with os.scandir(self.root) as entries:
                 found = [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
-            known = sorted(n for n in found if any((self.root / n / mark).exists() for mark in MARKS))
+            known = {name: self.root / name for name in sorted(found) if _is_run(f"{self.root}/{name}")}
             self._listed = time.monotonic(), changed, known
         return known
 
     def of_sweep(self, sweep: str) -> list[str]:
         """Return the names of the runs of a sweep."""
         found = []
-        for name in self.names():
+        for name in self.paths():
             with suppress(TilthError):  # a broken folder
-                if read_state(self.get(name).path).get("sweep") == sweep:
+                if self.get(name).state().get("sweep") == sweep:
                     found.append(name)
         return found
 
     def get(self, name: str) -> FollowedRun:
         """Return a run. UnknownRun; DataError if a link in it leads out of the folder."""
-        if name not in self.names():
+        path = self._listed[2].get(name)
+        if path is None or path.is_symlink() or not _is_run(path):  # else the other runs need not be looked at
+            path = self.paths().get(name)
+        if path is None:
             raise UnknownRun(f"there is no run {name[:80]!r} in {self.root.name}", key="run")
-        path = self.root if (self.root / "run.json").is_file() else self.root / name
         if away := self._leads_out(path):
             raise DataError(f"{name}: {away} is a link that leads out of {self.root.name}", key="run.link")
         with self._lock:
@@ -160,17 +174,18 @@ class RunsFolder:
     def _leads_out(self, run: Path) -> str:
         """Return the first link below a run that leads out of the folder; "": there is none."""
         for folder in (run / name for name in FOLDERS):
-            if not folder.is_dir():
-                continue
-            changed = folder.stat().st_mtime_ns
-            known = self._links.get(folder)
-            if known is None or known[0] != changed:
-                with os.scandir(folder) as entries:
-                    known = self._links[folder] = changed, [Path(e.path) for e in entries if e.is_symlink()]
+            state, known = file_state(folder), self._links.get(folder)
+            if known is None or known[0] != state:
+                links = [Path(e.path) for e in os.scandir(folder) if e.is_symlink()] if folder.is_dir() else []
+                known = self._links[folder] = state, links
             for link in known[1]:  # where one leads may change without a change of its folder
                 if not link.resolve().is_relative_to(self.root):
                     return link.name
         return ""
+
+
+def _is_run(folder: str | Path) -> bool:
+    return any(os.path.exists(f"{folder}/{mark}") for mark in MARKS)
 
 
 def _points(table: MetricTable, version: tuple[int, int, int], since: int) -> list[Record] | None:
@@ -185,48 +200,55 @@ def _points(table: MetricTable, version: tuple[int, int, int], since: int) -> li
 class News:
     """Server-sent events about runs: one reader for each that is watched, whatever the number of pages."""
 
-    def __init__(self, runs: RunsFolder, head: Callable[[str, Look], str]) -> None:
-        """head: returns the head of a run's page."""
-        self._runs, self._head = runs, head
-        self._pages: dict[str, set[asyncio.Queue[str]]] = {}
+    def __init__(self, runs: RunsFolder, head: Callable[[str, Look], str], tiles: Callable[[FollowedRun], str]) -> None:
+        """head, tiles: return these parts of a run's page."""
+        self._runs, self._head, self._tiles = runs, head, tiles
+        self._pages: dict[str, set[asyncio.Queue[bytes]]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._parts: dict[str, tuple[float, Record]] = {}
+        """Name -> when the tiles are due, and the newest parts of the page."""
 
-    async def of(self, name: str) -> AsyncIterator[dict[str, str]]:
-        """Yield the news of a run, or of the folder ("")."""
-        queue: asyncio.Queue[str] = asyncio.Queue(16)
-        self._pages.setdefault(name, set()).add(queue)
+    async def of(self, name: str) -> AsyncIterator[bytes]:
+        """Yield the news of a run, or of the folder (""), as server-sent events."""
+        queue: asyncio.Queue[bytes] = asyncio.Queue(16)
+        pages = self._pages.setdefault(name, set())
+        if pages and name in self._parts:  # what others were sent while this page was hidden
+            queue.put_nowait(_event({"parts": self._parts[name][1]}))
+        pages.add(queue)
         if name not in self._tasks or self._tasks[name].done():
             self._tasks[name] = asyncio.create_task(self._read(name))
         try:
             while True:
-                yield {"event": "news", "data": await queue.get()}
+                yield await queue.get()
         finally:
             self._pages[name].discard(queue)
             if not self._pages[name]:
                 self._tasks.pop(name).cancel()
                 del self._pages[name]
+                self._parts.pop(name, None)
 
     async def _read(self, name: str) -> None:
         before: Any = None
         while True:
-            mark, text = await asyncio.to_thread(self._look, name, before)
+            mark, event = await asyncio.to_thread(self._look, name, before)
             for queue in self._pages[name] if mark != before else ():
                 if not queue.full():  # a page that does not read misses what it would read again anyway
-                    queue.put_nowait(text)
+                    queue.put_nowait(event)
             before = mark
             await asyncio.sleep(EVERY)
 
-    def _look(self, name: str, before: Any) -> tuple[Any, str]:
+    def _look(self, name: str, before: Any) -> tuple[Any, bytes]:
         """Return what changes with the news, and the news."""
         if not name:
-            return [time.time() // SLOWLY, *self._runs.names()], json.dumps({})
+            return [time.time() // SLOWLY, *self._runs.paths()], _event({})
         try:
             with parsing(name):
                 return self._news(name, before)
         except (TilthError, OSError) as error:
-            return str(error), json.dumps({"gone": str(error)})
+            self._parts.pop(name, None)
+            return str(error), _event({"gone": str(error)})
 
-    def _news(self, name: str, before: Any) -> tuple[Any, str]:
+    def _news(self, name: str, before: Any) -> tuple[Any, bytes]:
         run = self._runs.get(name)
         with run.lock:
             look, table = run.look(), run.table
@@ -234,9 +256,29 @@ class News:
         since = None if look.silent is None or not look.running else look.silent // SLOWLY
         mark = (table.version, doing, since, state["state"], len(look.recoveries), len(look.warnings), look.message)
         if isinstance(before, tuple) and mark == before[:-1]:
-            return before, ""
+            return before, b""
         last = int(table.column("step")[-1]) if len(table) else 0
-        news = {"step": last, "state": state["state"], "head": self._head(name, look), "version": list(table.version)}
-        if isinstance(before, tuple):
+        follows = isinstance(before, tuple)
+        parts = self._changed(run, look, rested=follows and before[3] == state["state"])
+        news = {"step": last, "state": state["state"], "parts": parts, "version": list(table.version)}
+        if follows:
             news |= {"before": list(before[0]), "points": _points(table, before[0], before[-1])}
-        return (*mark, last), json.dumps(news)
+        return (*mark, last), _event(news)
+
+    def _changed(self, run: FollowedRun, look: Look, *, rested: bool) -> Record:
+        """Return the parts of a page that are new, by their ids. rested: the run goes on as before, so that the tiles
+        may wait."""
+        name = run.path.name
+        due, known = self._parts.get(name, (0.0, {}))
+        parts = {"head": self._head(name, look)}
+        if not rested or time.monotonic() >= due:
+            began = time.thread_time()
+            parts["tiles"] = self._tiles(run)
+            due = time.monotonic() + max(TILES, RARELY * (time.thread_time() - began))
+        self._parts[name] = due, known | parts
+        return parts
+
+
+def _event(news: Record) -> bytes:
+    """Return news as an event, made once for all pages."""
+    return ServerSentEvent(json.dumps(news), event="news").encode()

@@ -38,7 +38,7 @@ class MetricTable:
         self._clear()
 
     def _clear(self) -> None:
-        self._at, self._rows, self._late, self.unread = 0, 0, 0, 0
+        self._at, self._rows, self._late, self.unread, self.nbytes = 0, 0, 0, 0, 0
         self._columns: dict[str, np.ndarray] = {}
         self._phases: list[str] = []
 
@@ -53,11 +53,6 @@ class MetricTable:
         found = copy.copy(self)
         found._columns, found._phases = self._columns.copy(), self._phases.copy()
         return found
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes in memory."""
-        return sum(column.nbytes for column in self._columns.values())
 
     def new(self) -> tuple[list[Record], bool]:
         """Read on; return the newest records since the last call, and True if the file was replaced or removed."""
@@ -83,6 +78,7 @@ class MetricTable:
                 self._at += len(whole) or len(block)
                 records = [*records, *self._take(whole)][-RECENT:]
                 file.seek(self._at)
+        self.nbytes = sum(column.nbytes for column in self._columns.values())
         return records, again
 
     def _take(self, lines: bytes) -> list[Record]:

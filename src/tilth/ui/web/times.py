@@ -22,13 +22,13 @@ from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import CONTROLLER, PEERS, STAGES, Account, account
 from tilth.core.errors import DataError
 from tilth.process.child import Child
-from tilth.runs.readers import HOUR, ettr, read_recoveries, read_state, read_warnings
+from tilth.runs.readers import HOUR, ettr, read_recoveries, read_warnings
 from tilth.trace.clock_samples import events_folder, read_rounds
 from tilth.ui import format
 from tilth.ui.heat import colour
 from tilth.ui.report import workers_of
 from tilth.ui.timeline import LANES, SLOW, chosen, divided, health, hues, lanes, stack, timeline, typical
-from tilth.ui.top import LATE, LIVING, first_line
+from tilth.ui.top import LATE, LIVING, first_line, living
 from tilth.ui.web.follow import FollowedRun
 
 NEWEST = 20
@@ -131,14 +131,14 @@ def lanes_of(run: FollowedRun, step: int, part: tuple[float, float]) -> Row:
 def health_page(run: FollowedRun) -> Row:
     """Return who lives, what each rank does and uses, what was survived and warned of, and a heat map of phases."""
     look, now = run.look(), datetime.now(UTC)
-    state = read_state(run.path)
+    state = run.state()
     ended = state.get("ended")
     end = datetime.fromisoformat(ended) if ended and not look.running else now
     survived = read_recoveries(run.path)
     findings = [{"title": f"{format.outcome(one)}: {format.survived(one)}", **_verdict(one)} for one in survived]
     findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
     return {
-        "look": look, "workers": [_worker(row) for row in look.workers], "used": workers_of(state),
+        "look": look, "workers": [_worker(row) for row in living(look.state)], "used": workers_of(state),
         "heat": heat(run.path),
         "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
         "ettr": ettr(state, survived, end), "hour": ettr(state, survived, end, HOUR), "state": state,
@@ -177,7 +177,8 @@ def heat(run: Path) -> Row | None:
         codes = np.unique(events.place.codes[events.rank == found.ranks[i]])
         rows.append((found.ranks[i], next(filter(None, (events.place.names[c] for c in codes)), ""), cells))
     names = [found.names[k] for k in shown]
-    return {"names": names, "rows": rows, "first": int(found.steps[0]), "last": int(found.steps[-1])}
+    steps = {"first": int(found.steps[0]), "last": int(found.steps[-1])}
+    return {"names": names, "rows": rows, "slow": slow_ranks(found), **steps}
 
 
 # ---- what if ----

@@ -8,23 +8,23 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from tilth.core.errors import DataError, TilthError, parsing
-from tilth.runs.readers import ACCURACY, REWARD, read_recoveries, read_state
+from tilth.data.cache import FileState
+from tilth.runs.readers import ACCURACY, REWARD, present, read_recoveries
 from tilth.ui import format
 from tilth.ui.charts import CATALOGUE, DULL_AT_ZERO, MEMORY, Chart, Line, extremes, members
 from tilth.ui.html import render
-from tilth.ui.listing import METRICS, Row, age_of, measured, row_of
+from tilth.ui.listing import METRICS, Row, measured, row_of
 from tilth.ui.report import findings, memory_card, planned, spent_steps, workers_of
 from tilth.ui.result import headline
 from tilth.ui.samples import prompt_of, sample
 from tilth.ui.tokens import COLOURINGS, numbers, pieces_of
 from tilth.ui.top import Look
-from tilth.ui.web.follow import FollowedRun, RunsFolder
+from tilth.ui.web.follow import FollowedRun, RunsFolder, written
 from tilth.ui.web.metric_table import MetricTable
 from tilth.ui.web.search import PAGE, Wanted, group_of, newest_step, search
 
@@ -59,20 +59,22 @@ AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
 
 
 class RunList:
-    """Rows of the list of runs, each computed anew when its run has written."""
+    """Rows of the list of runs, each computed anew when its run has written, or its process has ended."""
 
     def __init__(self, runs: RunsFolder) -> None:
         self._runs = runs
-        self._rows: dict[str, tuple[Any, Row]] = {}
+        self._rows: dict[str, tuple[tuple[FileState, ...], Row, Row]] = {}
+        """Name -> what was written, run.json if its process may end, the row."""
         self._reader = threading.Lock()
 
     def page(self, words: str, state: str, tag: str, page: int) -> Row:
         """Return the rows that match, the newest first, and how many are still to be read."""
         late, rows, unread = time.monotonic() + PATIENT, [], []
-        for name in self._by_age():
-            row = self._row(name, time.monotonic() > late)
-            rows.append(row)
-            unread += [name] if row["state"] == "reading" else []
+        found = [(name, path, written(path)) for name, path in self._runs.paths().items()]
+        for name, path, files in sorted(found, key=lambda one: -_newest(one[2])):
+            row = self._row(name, path, files, time.monotonic() > late)
+            rows.append(row | {"age": max(time.time() - _newest(files), 0.0)})
+            unread += [(name, path)] if row["state"] == "reading" else []
         if unread and self._reader.acquire(blocking=False):
             threading.Thread(target=self._read, args=(unread,), name="run-list", daemon=True).start()
         tags = Counter(tag for row in rows for tag in row["tags"])
@@ -86,55 +88,40 @@ class RunList:
             "sweeps": [(s, count) for s, count in Counter(r["sweep"] for r in rows).items() if s and count > 1],
         }  # fmt: skip
 
-    def _by_age(self) -> list[str]:
-        root = self._runs.root
-        own = (root / "run.json").is_file()
-        return sorted(self._runs.names(), key=lambda name: age_of(root if own else root / name))
-
-    def _read(self, names: Sequence[str]) -> None:
+    def _read(self, runs: Sequence[tuple[str, Path]]) -> None:
         try:
-            for name in names:
-                self._row(name, False, whole=True)
+            for name, path in runs:
+                self._row(name, path, written(path), False, whole=True)
         finally:
             self._reader.release()
 
-    def _row(self, name: str, late: bool, *, whole: bool = False) -> Row:
+    def _row(self, name: str, path: Path, files: tuple[FileState, ...], late: bool, *, whole: bool = False) -> Row:
         """Return the row of a run, or what is known of it. whole: read a large run too."""
+        known = self._rows.get(name)
+        if known is not None and (late or (known[0] == files and _as_then(path, known[1]))):
+            return known[2]
         try:
             run = self._runs.get(name)
-        except DataError as error:
-            return _broken(name, str(error))
-        mark, there = _mark(run.path), _stat(run.path / "metrics.jsonl")
-        late = late or (not whole and run.table.version[0] < 0 and there is not None and there.st_size > LARGE)
-        known = self._rows.get(name)
-        if known is not None and (known[0] == mark or late):
-            return _aged(known[1], run.path)
-        if late:
-            return _broken(name, "") | {"state": "reading"}
-        try:
-            with parsing(run.path.name):
-                row = _aged(row_of_run(run), run.path)
+            large = run.table.version[0] < 0 and bool(files[1]) and files[1][2] > LARGE
+            if late or (large and not whole):
+                return _broken(name, "") | {"state": "reading"} if known is None else known[2]
+            with run.lock, parsing(name):
+                row, state, behind = row_of_run(run), run.state(), run.behind
         except TilthError as error:
-            row = _broken(name, str(error))
-        if row["state"] != "running":
-            self._rows[name] = mark, row
+            return _broken(name, str(error))
+        if not behind:
+            self._rows[name] = files, state if row["state"] == "running" else {}, row
         return row
 
 
-def _mark(run: Path) -> tuple[Any, ...]:
-    files = [run / name for name in ("run.json", "metrics.jsonl", "recoveries.jsonl")]
-    return tuple((s.st_mtime_ns, s.st_size) if (s := _stat(file)) else None for file in files)
+def _newest(files: tuple[FileState, ...]) -> float:
+    """Return when run.json or the metrics were written, in seconds since 1970; 0: there are none."""
+    return max((file[-1] for file in files[:2] if file), default=0) / 1e9
 
 
-def _stat(file: Path) -> os.stat_result | None:
-    try:
-        return file.stat()
-    except OSError:
-        return None
-
-
-def _aged(row: Row, run: Path) -> Row:
-    return row | {"age": age_of(run)}
+def _as_then(run: Path, state: Row) -> bool:
+    """True if a run that was running still is."""
+    return not state or present(run, state)["state"] == state["state"]
 
 
 def _broken(name: str, error: str) -> Row:
@@ -155,7 +142,7 @@ def row_of_run(run: FollowedRun) -> Row:
     name, found = run.path.name, row_of(run.path, lambda _: run.summary())
     if found["state"] == "unreadable":
         return _broken(name, found["error"])
-    state, summary = read_state(run.path), run.summary()
+    state, summary = run.state(), run.summary()
     plan, sweep = state.get("plan") or {}, state.get("sweep") or ""
     most = sum(plan.get(key) or 0 for key in ("supervised_steps", "value_steps", "steps"))
     key = next((key for key in METRICS if summary.get(key) is not None), None)
@@ -195,21 +182,34 @@ def head(name: str, look: Look) -> Markup:
 
 def run_page(run: FollowedRun, words: str, axis: str, smooth: int) -> Row:
     """Return the contents of a run's page: summary, charts of its metrics or of those with the words in their names."""
-    summary, state, plan = run.summary(), read_state(run.path), read_state(run.path).get("plan") or {}
-    table, recipe = run.table, run.path / "recipe.toml"
-    scored = int(sum(table.steps().values("samples"))) if "reward/missing" in table.names else None
+    summary, state = run.summary(), run.state()
+    plan, table, recipe = state.get("plan") or {}, run.table, run.path / "recipe.toml"
     shown = charts_of(table, words)
-    notes = [f"{table.unread:,} lines of metrics.jsonl are no records of a step"] if table.unread else []
-    return {
-        "state": state, "s": summary, "headline": headline(summary), "measures": format.MEASURES, "plan": plan,
+    return standing(run) | {
+        "state": state, "headline": headline(summary), "measures": format.MEASURES, "plan": plan,
         "planned": planned(plan), "memory": memory_card(summary, plan), "workers": workers_of(state),
-        "env": state.get("environment") or {}, "missing": summary["rewards_missing"], "scored": scored,
-        "spent": spent_steps(plan, table.phase_steps()), "recipe": _text(recipe), "charts": shown,
-        "words": words, "axis": axis,
-        "warnings": summary["warnings"] + findings(run.path, summary), "log": tail_of(run.path / "log.txt"),
-        "smooth": smooth, "axes": AXES, "notes": notes, "all": table.names, "about": _schema(run.path),
+        "env": state.get("environment") or {}, "recipe": _text(recipe), "charts": shown, "words": words, "axis": axis,
+        "log": tail_of(run.path / "log.txt"), "smooth": smooth, "axes": AXES, "all": table.names,
+        "about": _schema(run.path),
         "values": {line.metric: _last(table, line.metric) for chart in shown for line in chart.lines},
     }  # fmt: skip
+
+
+def standing(run: FollowedRun) -> Row:
+    """Return what changes of a run's page as it goes, besides its head and its charts: numbers, warnings, notes."""
+    summary, table = run.summary(), run.table
+    notes = [f"{table.unread:,} lines of metrics.jsonl are no records of a step"] if table.unread else []
+    return {
+        "s": summary, "measures": format.MEASURES, "notes": notes, "missing": summary["rewards_missing"],
+        "scored": int(sum(table.steps().values("samples"))) if "reward/missing" in table.names else None,
+        "spent": spent_steps(run.state().get("plan") or {}, table.phase_steps()),
+        "warnings": summary["warnings"] + findings(run.path, summary),
+    }  # fmt: skip
+
+
+def tiles(run: FollowedRun) -> Markup:
+    """Render ``standing``."""
+    return render("standing.html", **standing(run))
 
 
 def _text(path: Path) -> str | None:
