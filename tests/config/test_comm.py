@@ -72,8 +72,6 @@ ALONE = {
     "divided updates": ([*APART, "policy.layout.zero=1"], f"{LOCAL}.zero"),
     "context": ([*APART, "policy.layout.cp=2"], f"{LOCAL}.cp"),
     "units": ([*APART, "policy.layout.hdp=2"], f"{LOCAL}.hdp"),
-    "one rank": ([f"{LOCAL}=average", "flow=sft"], f"{LOCAL}.ranks"),
-    "tp": ([*APART, "policy.layout.tp=2"], f"{LOCAL}.ranks"),
 }
 
 
@@ -85,7 +83,10 @@ def test_what_local_methods_cannot_do(what):
 
 
 @pytest.mark.parametrize("name", LOCAL_METHODS)
-@pytest.mark.parametrize(("flow", "workers", "layout"), [("sft", 2, "dp=2"), ("pretrain", 4, "dp=2, tp=2")])
+@pytest.mark.parametrize(
+    ("flow", "workers", "layout"),
+    [("sft", 2, "dp=2"), ("pretrain", 4, "dp=2, tp=2"), ("sft", 2, "tp=2"), ("sft", 1, "dp=1")],
+)
 def test_where_local_methods_work(name, flow, workers, layout):
     keys = [ON[0], f"cluster.workers={workers}", f"{LOCAL}={name}", f"flow={flow}", f"policy.layout={{{layout}}}"]
     keys += ["optimizer.name=adaalter"] * (name == "adaalter")

@@ -47,6 +47,7 @@ def over(*overrides):
             [4, 5],
             {"cluster.workers=4", "policy.layout.dp=2"},
         ),
+        (["cluster.workers=2", "flow=sft", "policy.comm={local='cser', every=4}"], [1], {"cluster.workers=1"}),
         (["cluster.workers=2", "policy.layout.tp=2"], [1], set()),
         (["cluster.workers=2", "policy.layout.pp=2"], [1], set()),
         (["cluster.pools={a=2,b=2}", "rollout.pool=b"], [3], {"cluster.pools={a = 2, b = 1}"}),

@@ -760,9 +760,6 @@ def _local(recipe: Recipe) -> Refusals:
             f"{name}.zero",
             "needs an optimizer for each data rank, and policy.layout.zero = 1 divides one; leave it out",
         )
-    if sizes["dp"] == 1:
-        why = "brings the models of data ranks together, and there is one; use none, or more workers"
-        yield f"{name}.ranks", f"{why} (what a run with more has learned: a new run with model.path=RUN)"
 
 
 def _copied(spec: RoleSpec, layout: LayoutConfig) -> Refusals:

@@ -1,7 +1,8 @@
 """Local methods: data ranks learn apart, and bring their models together less often or in parts.
 
 The optimizer of rank i steps with n times its own gradient, of n ranks, so that the mean of the models follows the sum
-of all gradients. Between two syncs ranks have models of their own; what they have alike is declared by ``equal``.
+of all gradients. Between two syncs ranks have models of their own; what they have alike is declared by ``equal``. One
+rank alone takes the plain optimizer's steps, with its bits: a run may shrink to it, and grow again.
 """
 
 import math
@@ -92,7 +93,7 @@ class Averaging(GradientReducer):
     def mean(self, tensors: list[Tensor]) -> None:
         """Replace tensors by their means over all ranks; the same bits on each."""
         self.sum_in_place(tensors, self._group, "models")
-        if tensors:
+        if tensors and self._group is not None:
             torch._foreach_div_(tensors, self._ranks)
 
     @torch.no_grad()
@@ -175,6 +176,8 @@ class ErrorReset(Averaging):
         return {name: tensors[name].detach().view(-1)[block] for name, block in blocks.items()}
 
     def prepare(self) -> None:
+        if self._group is None:  # the optimizer's steps stay as they are, and there is nothing that others have
+            return
         self._blocks = self.blocks("changes", self.changes)
         whole = {name: slice(None) for name in self._own if name not in self._places}
         self._before = {name: x.clone() for name, x in self._parts(self._own, self._blocks | whole).items()}
@@ -182,7 +185,7 @@ class ErrorReset(Averaging):
     @torch.no_grad()
     def settle(self, learned: bool) -> None:
         before, self._before = self._before, {}
-        if learned:
+        if learned and self._group is not None:
             whole = {name: slice(None) for name in before}
             now = self._parts(self._own, whole | self._blocks)
             moved = {name: x - now[name] for name, x in before.items()}
@@ -211,19 +214,23 @@ class LocalAdaAlter(Averaging):
     """Local AdaAlter: models and the optimizer's sums of squares are averaged every H steps (arXiv 1911.09030).
 
     The optimizer counts its steps, so a period has H that were not left out. It has ``every`` = H, and names in
-    ``averaged`` the kinds of its state that are averaged, and in ``common`` those that are equal on all ranks.
+    ``averaged`` the kinds of its state that are averaged, and in ``common`` those that are equal on all ranks, and are
+    the others at the end of a period. One rank alone knows all squares: its period is 1.
     """
 
     def __init__(self, every: int = 1, smallest: int = 65_536, seed: int = 0) -> None:
         super().__init__(every, smallest, seed)
-        self._more, self._count, self._done = list[Tensor](), torch.zeros(()), 0
+        self._more, self._common, self._count, self._done = list[Tensor](), list[Tensor](), torch.zeros(()), 0
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Tensor]) -> None:
         (optimizer,) = optimizers
-        optimizer.every, kinds = self.every, optimizer.averaged  # type: ignore[attr-defined]
-        self._more = [tensor for name, tensor in state.items() if name.partition(".")[0] in kinds]
+        optimizer.every = 1 if self._group is None else self.every  # type: ignore[attr-defined]
+        self.common, averaged = optimizer.common, optimizer.averaged  # type: ignore[attr-defined]
+        self._more, self._common = (
+            [tensor for name, tensor in state.items() if name.partition(".")[0] in kinds]
+            for kinds in (averaged, self.common)
+        )
         self._count = next(tensor for name, tensor in state.items() if name.startswith("step."))
-        self.common = optimizer.common  # type: ignore[attr-defined]
 
     @property
     def synced(self) -> bool:
@@ -236,7 +243,9 @@ class LocalAdaAlter(Averaging):
     @torch.no_grad()
     def settle(self, learned: bool) -> None:
         self.step, self._done = self.step + 1, self._done + learned
-        if learned and self.synced:
+        if learned and self._group is None:
+            torch._foreach_copy_(self._common, self._more)  # that further ranks would go on with
+        elif learned and self.synced:
             self.mean([*self._own.values(), *self._more])
 
     @torch.no_grad()
