@@ -233,7 +233,17 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
     max_leaves=3,
 )
-RECORD = st.dictionaries(st.sampled_from(["prompt", "answer", "text", "messages", "b", "a"]), VALUES)
+SAID = st.sampled_from(["", "x", "\x1c\u00e9", '"\\n\n', "\ud800"])
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"]), "content": SAID},
+    optional={"name": st.none() | SAID, "tool_calls": st.none() | st.just([{"name": "look"}])},
+)
+TURN_LISTS = st.lists(TURN, max_size=4) | st.tuples(SAID, SAID, SAID).map(
+    lambda said: [{"role": role, "content": one} for role, one in zip(("system", "user", "assistant"), said)]
+)
+RECORD = st.dictionaries(
+    st.sampled_from(["prompt", "answer", "text", "messages", "tools", "b", "a"]), VALUES | SAID | TURN_LISTS
+)
 COLUMNS = st.dictionaries(
     st.sampled_from(["prompt", "answer", "messages", "text"]), st.sampled_from(["prompt", "answer", "b", "{a}"])
 )
@@ -246,6 +256,10 @@ COLUMNS = st.dictionaries(
 @example([{"prompt": "x"}, {"prompt": "x", "b": None}], {"answer": "b"}, read_prompts)
 @example([{"prompt": "x", "b": "y"}], {"messages": "b"}, read_prompts)
 @example([{"text": "x", "prompt": "y"}, {"text": "x"}], {}, read_documents)
+@example([{"b": TURNS, "a": 1}, {"messages": TURNS}, {"b": [*TURNS, TURNS[0]]}], {"messages": "b"}, read_prompts)
+@example([{"prompt": TURNS[:1], "answer": None}, {"prompt": [*TURNS, TURNS[0]], "answer": "5"}], {}, read_prompts)
+@example([{"messages": TURNS, "answer": "5"}, {"messages": TURNS, "answer": "\ud800"}], {}, read_prompts)
+@example([{"prompt": None, "messages": TURNS}, {"messages": TURNS, "a": [1]}], {}, read_prompts)
 def test_records_are_indexed_and_stored_together_as_one_by_one(found, columns, read):
     """A record that is taken gives the prompt of one that is read alone, and is none with an error or left out."""
     origin = RecordOrigin("data.source", MixtureSource(source=__file__), columns=columns)
@@ -270,7 +284,7 @@ def test_plain_records_are_taken_together_and_others_keep_their_place(tmp_path, 
     taken, add = [], index.Indexer.add
     monkeypatch.setattr(index.Indexer, "add", lambda self, found: taken.append(found) or add(self, found))
     name = "prompt" if read is read_prompts else "text"
-    other = {"messages": TURNS} if read is read_prompts else {"prompt": "7"}
+    other = {"messages": TURNS, "tools": []} if read is read_prompts else {"prompt": "7"}
     found = [other if i == 7 else {name: f"{i}"} for i in range(10)] + [{"prompt": "", "text": ""}]
     data = write(tmp_path / "d.jsonl", found)
     mixed = data.model_copy(update={"mixture": (MixtureSource(name="a", source=data.source, on_error="skip"),)})

@@ -39,7 +39,8 @@ _PROMPTS: tuple["ColumnRole", ...] = ("prompt", "messages")
 """Columns of which a record with a text may have one too."""
 _LEVELS = 32
 """Levels of a record that is indexed together with others: whether more can be read depends on the stack."""
-_ROLES = ("system", "user", "assistant", "tool")
+_SPEAKERS = ("system", "user", "assistant")
+_ROLES = (*_SPEAKERS, "tool")
 CALL_ID = "tilth0000"
 """Id of a call that has none; some templates need nine characters."""
 _PATTERN = re.compile(r"\{([^{}]+)\}")
@@ -126,9 +127,25 @@ class Prompt:
         return json.dumps({**self.info, "prompt": prompt, "messages": self.asked}, default=str)
 
 
+PlainTurns = Sequence[tuple[str, str]]
+"""Role and content of each turn of a conversation; none of a prompt that is a text."""
+
+
+class PlainJson(NamedTuple):
+    """JSON of prompts in columns."""
+
+    texts: Sequence[str]
+    answers: Sequence[str]
+    infos: Sequence[str]
+    turns: Sequence[str]
+    """List of the turns of each, ``[]`` without any."""
+    sorted_turns: Sequence[str]
+    """List of the turns with sorted keys, "" without any."""
+
+
 class PlainPrompts:
-    """Prompts in columns, of records as JSON has them, without turns: indexed and stored together, they take half the
-    time.
+    """Prompts in columns, of records as JSON has them, without tools and calls: indexed and stored together, they take
+    half the time.
 
     Iterating gives each as ``to_prompt`` makes it of its record, of documents as ``sources.read_documents`` does.
     """
@@ -138,14 +155,18 @@ class PlainPrompts:
         self.documents, self.start, self.size = documents, 0, 0
         """start: number of the first one; size: characters of all."""
         self.texts, self.answers = list[str](), list[str | None]()
+        self.turns = list[PlainTurns]()
         self.encoded: tuple[list[bytes], list[bytes]] = [], []
         """UTF-8 of texts and of answers."""
         self.infos, self.places = list[dict[str, Any]](), list[str]()
-        self.json: tuple[list[str], list[str]] | None = None
-        """JSON of each answer and of each info, once it is made."""
+        self.json: PlainJson | None = None
+        """JSON of all, once it is made."""
         role: ColumnRole = "text" if documents else "prompt"
         self._columns, self._name, self._answer = columns, columns.get(role, role), columns.get("answer", "answer")
         self._turns = "messages" in columns and "prompt" not in columns
+        """True if the prompt has turns."""
+        if self._turns and not documents:
+            self._name = columns["messages"]
 
     def next(self) -> "PlainPrompts":
         """Return an empty one of this kind."""
@@ -155,39 +176,70 @@ class PlainPrompts:
         return len(self.texts)
 
     def __iter__(self) -> Iterator[Prompt]:
-        columns = zip(self.texts, self.answers, self.infos, self.places)
-        for number, (text, answer, info, where) in enumerate(columns, self.start):
+        columns = zip(self.texts, self.answers, self.infos, self.turns, self.places)
+        for number, (text, answer, info, turns, where) in enumerate(columns, self.start):
             own = {sys.intern(name): value for name, value in info.items()}
-            yield Prompt(number, text, answer, own, where=where, whole=text if self.documents else "")
+            said = tuple({"role": role, "content": content} for role, content in turns)
+            yield Prompt(number, text, answer, own, said, where, whole=text if self.documents else "")
 
     def add(self, record: Any, where: str, number: int) -> bool:
         """Add the prompt of a record, which becomes its info. False, with no change: it is of another kind, or one with
         an error."""
         if type(record) is not dict:
             return False
-        text = record.get(self._name)
-        if type(text) is not str or not text or self._turns or (self.documents and self._has_prompt(record)):
+        name, given = self._name, None if self.documents else record.get(self._answer)
+        if type(given) is not str and (given is not None or self._lacks_answer(record)):
             return False
-        answer = None if self.documents else record.get(self._answer)
-        if type(answer) is not str and (answer is not None or self._lacks_answer(record)):
+        text, answer, gold = record.get(name), given, given
+        turns: PlainTurns = ()
+        if type(text) is not str:
+            if not self._turns and "prompt" not in self._columns and "prompt" not in record:
+                name = "messages"
+            turns = self._turns_of(record.get(name), record)
+            last = turns[-1][1] if turns and turns[-1][0] == "assistant" else None
+            text = "\n\n".join([content for _, content in (turns if last is None else turns[:-1])])
+            answer, gold = (given, given) if last is None else (last, last if given is None else given)
+        elif self._turns or (self.documents and self._has_prompt(record)):
+            return False
+        if not text:
             return False
         try:
-            self.size += _json_size(record.values())
+            size = _json_size(record.values())
             encoded = text.encode(), (answer or "").encode()
+            if gold is not answer and gold is not None:
+                gold.encode()
         except (TypeError, UnicodeEncodeError):
             return False
         if not self.texts:
             self.start = number
+        self.size += size
         self.texts.append(text)
         self.answers.append(answer)
+        self.turns.append(turns)
         self.encoded[0].append(encoded[0])
         self.encoded[1].append(encoded[1])
         self.infos.append({} if self.documents else record)
         self.places.append(where)
-        del record[self._name]
-        if answer is not None:
-            record["answer"] = answer
+        del record[name]
+        if gold is not None:
+            record["answer"] = gold
         return True
+
+    def _turns_of(self, value: Any, record: dict[str, Any]) -> PlainTurns:
+        """Return role and content of each turn of a conversation as ``messages`` does; none if it has tools or calls,
+        or an error."""
+        if type(value) is not list or self.documents or "tools" in self._columns or "tools" in record:
+            return ()
+        found, user = list[tuple[str, str]](), False
+        for turn in value:
+            if type(turn) is not dict or turn.get("tool_calls"):
+                return ()
+            role, content = turn.get("role"), turn.get("content")
+            if type(content) is not str or role not in _SPEAKERS:
+                return ()
+            user = user or role == "user"
+            found.append((role, content))
+        return found if user and found[0][0] != "assistant" and found[-1][0] != "system" else ()
 
     def _has_prompt(self, record: dict[str, Any]) -> bool:
         return any(role in self._columns or role in record for role in _PROMPTS)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
-from json.encoder import c_make_encoder, encode_basestring_ascii  # type: ignore[attr-defined]
+from json.encoder import c_make_encoder  # type: ignore[attr-defined]
+from json.encoder import encode_basestring_ascii as _encode
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA
 from tilth.data.cache import CacheEntry, FileState, state_of
-from tilth.data.columns import Pair, PlainPrompts, Prompt, each_prompt, plain, record_key
+from tilth.data.columns import Pair, PlainJson, PlainPrompts, PlainTurns, Prompt, each_prompt, plain, record_key
 from tilth.data.computed import mixed
 
 IN_MEMORY = 1 << 18
@@ -115,10 +116,14 @@ class Indexer:
         self._wholes.extend([len(text) + len(answer) for text, answer in zip(texts, answers)])
         self._texts += texts
         self._texts += answers
-        infos = [said if _is_sorted(info) else _digest(info) for info, said in zip(found.infos, _json_of(found)[1])]
-        self._contents += [f"[{text}, {info}]" for text, info in zip(map(encode_basestring_ascii, found.texts), infos)]
+        made = _json_of(found)
+        infos = [said if _is_sorted(info) else _digest(info) for info, said in zip(found.infos, made.infos)]
+        self._contents += [
+            f"[{text}, {info}, {answer}, {turns}]" if turns else f"[{text}, {info}]"
+            for text, info, answer, turns in zip(made.texts, infos, made.answers, made.sorted_turns)
+        ]
         if self.digests:
-            ends = found.texts if found.documents else [""] * len(found)
+            ends = found.texts if found.documents else [turns and f"[{turns}, []]" for turns in made.sorted_turns]
             said = zip(found.texts, found.answers, ends)
             self._digests.extend([_text_digest(f"{text}\0{answer or ''}\0{end}") for text, answer, end in said])
         self._take_in()
@@ -200,7 +205,7 @@ def _digestible(value: Any) -> Any:
 def _encoder(default: Callable[[Any], Any], *, sort: bool) -> Callable[[Any], str]:
     """Return ``JSONEncoder(sort_keys=sort, default=default).encode``, which makes C's encoder anew for each value and
     takes twice the time."""
-    how = None, default, encode_basestring_ascii, None, ": ", ", ", sort, False, True
+    how = None, default, _encode, None, ": ", ", ", sort, False, True
     encode = c_make_encoder(*how)
     return lambda value: "".join(encode(value, 0))
 
@@ -225,25 +230,48 @@ def _is_sorted(info: Mapping[str, Any]) -> bool:
     return (len(info) == 1 or [*info] == sorted(info)) and _NESTED.isdisjoint(map(type, info.values()))
 
 
-def _json_of(found: PlainPrompts) -> tuple[list[str], list[str]]:
-    """Return the JSON of each answer and of each info, made once."""
+def _json_of(found: PlainPrompts) -> PlainJson:
+    """Return the JSON of prompts, made once."""
     if found.json is None:
-        answers = ["null" if answer is None else encode_basestring_ascii(answer) for answer in found.answers]
-        infos = [
-            f'{{"answer": {said}}}' if len(info) == 1 and said != "null" else _plain_json(info)
-            for info, said in zip(found.infos, answers)
+        rows = [
+            _turns_json(answer, turns) if turns else (_encode(text), _encode_answer(answer), "[]", "")
+            for text, answer, turns in zip(found.texts, found.answers, found.turns)
         ]
-        found.json = answers, infos
+        texts, answers, turns, in_order = zip(*rows) if rows else ((), (), (), ())
+        infos = [
+            f'{{"answer": {said}}}'
+            if len(info) == 1 and answer is not None and info.get("answer") is answer
+            else _plain_json(info)
+            for answer, info, said in zip(found.answers, found.infos, answers)
+        ]
+        found.json = PlainJson(texts, answers, infos, turns, in_order)
     return found.json
+
+
+def _encode_answer(answer: str | None) -> str:
+    return "null" if answer is None else _encode(answer)
+
+
+def _turns_json(answer: str | None, turns: PlainTurns) -> tuple[str, str, str, str]:
+    """Return the JSON of a conversation's text and answer, of its turns as they are stored, and with sorted keys."""
+    said = [_encode(content) for _, content in turns]
+    ends = turns[-1][0] == "assistant"
+    asked = [one[1:-1] for one in (said[:-1] if ends else said)]
+    stored = [f'{{"role": "{role}", "content": {one}}}' for (role, _), one in zip(turns, said)]
+    in_order = [f'{{"content": {one}, "role": "{role}"}}' for (role, _), one in zip(turns, said)]
+    text = '"' + "\\n\\n".join(asked) + '"'
+    return text, said[-1] if ends else _encode_answer(answer), f"[{', '.join(stored)}]", f"[{', '.join(in_order)}]"
 
 
 def _all_encoded(found: Prompt | PlainPrompts) -> list[bytes]:
     """Return each prompt as ``_encoded`` does."""
     if isinstance(found, Prompt):
         return [_encoded(found)]
-    rest = "[], [], " + ("null]" if found.documents else '""]') + _TEXT.decode()
-    columns = zip(*_json_of(found), map(encode_basestring_ascii, found.places), found.encoded[0])
-    return [f"[{answer}, {info}, [], {where}, {rest}".encode() + text for answer, info, where, text in columns]
+    rest, made = "[], [], " + ("null]" if found.documents else '""]') + _TEXT.decode(), _json_of(found)
+    columns = zip(made.answers, made.infos, made.turns, map(_encode, found.places), found.encoded[0])
+    return [
+        f"[{answer}, {info}, {turns}, {where}, {rest}".encode() + text for answer, info, turns, where, text in columns
+    ]
 
 
 class Prompts(Protocol):
