@@ -30,7 +30,7 @@ def mixture(*parts, sizes=(7, 11, 3), each=4, lengths=None):
 
 
 def reference(parts, sizes, each, count, lengths=None):
-    """The source of each sample and its place there, one at a time, in whole numbers."""
+    """The source of each sample and its place there, one at a time, in whole numbers; fewer if the mixture ends."""
     low, high = stream(ORDER.seed, ORDER.id, "mixture").bits(0, 2).tolist()
     counts, tokens, found = [0] * len(parts), 0, []
     starts = np.cumsum([0, *sizes])
@@ -40,19 +40,23 @@ def reference(parts, sizes, each, count, lengths=None):
             now = tokens if own.schedule_by == "tokens" else position // each
             factor = ([1.0] + [own.schedule[p] for p in sorted(own.schedule, key=int) if int(p) <= now])[-1]
             weights.append(0.0 if own.at_end == "leave" and taken >= size else own.weight * factor)
+        if not sum(weights):
+            return found, "data.mixture.weight"
         share = ((high << 32 | low) + position * 0x9E3779B97F4A7C15) % 2**64 / 2**64
         edge, number = 0.0, 0
         for number, weight in enumerate(weights):
             edge += weight
             if share < edge / sum(weights):
                 break
+        if parts[number].at_end == "stop" and counts[number] >= sizes[number]:
+            return found, f"data.mixture.{parts[number].name}.at_end"
         epoch, place = divmod(counts[number], sizes[number])
-        own = stream(ORDER.seed, ORDER.id, "source", parts[number].name)
+        own = ORDER if len(parts) == 1 else stream(ORDER.seed, ORDER.id, "source", parts[number].name)
         row = starts[number] + Order(np.arange(sizes[number])).take(own, epoch * sizes[number] + place, 1)[0]
         counts[number] += 1
         tokens += 0 if lengths is None else int(lengths[row])
         found.append(int(row))
-    return found
+    return found, ""
 
 
 CASES = [
@@ -67,8 +71,44 @@ CASES = [
 def test_each_sample_is_that_of_a_count_one_by_one(parts):
     lengths = np.arange(21) % 5 + 1 if parts[0].schedule_by == "tokens" else None
     made = mixture(*parts, lengths=lengths)
-    expected = reference(parts, (7, 11, 3)[: len(parts)], 4, 70, lengths)
+    expected, _ = reference(parts, (7, 11, 3)[: len(parts)], 4, 70, lengths)
     assert made.take(ORDER, 0, 70).tolist() == expected
+
+
+FACTORS = st.sampled_from([0.0, 0.1, 1.0, 2.5])
+SCHEDULES = st.dictionaries(st.integers(1, 40), FACTORS, max_size=3)
+
+
+@st.composite
+def parts_of_any_kind(draw, name):
+    points = draw(SCHEDULES)
+    schedule = {"0": draw(FACTORS)} | {str(at): factor for at, factor in points.items()} if points else {}
+    by, at_end = draw(st.sampled_from(["steps", "tokens"])), draw(st.sampled_from(["repeat", "leave", "stop"]))
+    return part(name, draw(FACTORS), schedule=schedule, schedule_by=by, at_end=at_end)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    parts=st.integers(1, 4).flatmap(lambda n: st.tuples(*(parts_of_any_kind(name) for name in "abcd"[:n]))),
+    sizes=st.lists(st.integers(1, 12), min_size=4, max_size=4),
+    each=st.integers(1, 5),
+    cuts=st.lists(st.integers(0, 90), max_size=3),
+    block=st.sampled_from([1, 7, 64]),
+)
+def test_any_mixture_is_that_of_a_count_one_by_one_wherever_a_resume_begins(parts, sizes, each, cuts, block):
+    """Also where it ends, and by which source."""
+    sizes = sizes[: len(parts)]
+    lengths = np.arange(sum(sizes)) * 7 % 5 + 1
+    expected, key = reference(parts, sizes, each, 90, lengths)
+    borders = sorted(min(cut, len(expected)) for cut in (0, *cuts, 90))
+    with patch("tilth.data.mixture._BLOCK", block):
+        for start, stop in pairwise(borders):  # a new one knows the position alone
+            made = mixture(*parts, sizes=sizes, each=each, lengths=lengths)
+            assert made.take(ORDER, start, stop - start).tolist() == expected[start:stop]
+        made.check(ORDER, len(expected))
+        for end in (made.check, lambda order, count: made.take(order, count - 1, 1)) if key else ():
+            with raises(DataError, key):
+                end(ORDER, len(expected) + 1)
 
 
 @settings(max_examples=examples(12), deadline=None)

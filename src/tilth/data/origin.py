@@ -157,7 +157,7 @@ class RecordOrigin:
     def _call(self, name: str, record: Any, where: str, sample: int, kind: type) -> Any:
         """Call a plugin's transform, whose random numbers depend on seed, source and sample alone."""
         declaration = declared("transform")[name]
-        given = [record]
+        given = [_owned(record) if self.brought or self.is_task else record]
         if self._takes_random[name]:
             words = f"{self.home.seed} {self.part.name} {sample}".encode()
             key = int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "little")
@@ -197,6 +197,14 @@ class RecordOrigin:
         if documents:
             return DataError(f"{self.key} = {self.name!r} has no documents{why}", key=f"{self.key}.documents")
         return DataError(f"dataset {self.name!r} is empty{why}", key=os.path.basename(self.name))
+
+
+def _owned(value: Any) -> Any:
+    """Copy the dictionaries and lists of a record that is read again, in the next epoch or by the next run: a function
+    that changes what it is given would do so twice."""
+    if isinstance(value, dict):
+        return {key: _owned(inner) for key, inner in value.items()}
+    return list(map(_owned, value)) if isinstance(value, list) else value
 
 
 def _files(path: Path) -> list[Path]:
