@@ -339,6 +339,8 @@ def _other_models(recipe: Recipe) -> Refusals:
         yield "reward.model_weight.unused", "has no use: reward.model is empty"
     if recipe.flow == "distill" and not reference:
         yield "reference.path", "is empty, and flow = distill learns from the model in it"
+    if recipe.reference.align == "characters":
+        yield from _aligned(recipe)
     asks = recipe.flow_spec.judge or recipe.grades
     if asks and not judge:
         who = f"flow = {recipe.flow}" if recipe.flow_spec.judge else "judge.rubric"
@@ -347,6 +349,21 @@ def _other_models(recipe: Recipe) -> Refusals:
         yield "judge.rubric", "shows the judge no answer; write {completion} in it"
     if judge and not asks:
         yield "judge.path.unused", f"has no use in flow = {recipe.flow}; set judge.rubric, or flow = fapo"
+
+
+def _aligned(recipe: Recipe) -> Refusals:
+    """Check that only what can be compared over spans of text is compared with a teacher of other tokens."""
+    a, why = recipe.algorithm, "with reference.align = characters"
+    if recipe.flow != "distill":
+        yield "reference.align.unused", f"is for flow = distill; flow = {recipe.flow} compares tokens: leave it out"
+    if a.advantage != "distill":
+        yield "algorithm.advantage.align", f"compares tokens, {why} the teacher has others; use distill"
+    if a.kl_coef:
+        yield "algorithm.kl_coef.align", f"{why} is a penalty at tokens that the teacher lacks; set it to 0"
+    if a.options.get("horizon"):
+        yield "algorithm.options.horizon.align", f"{why} would add a chunk once for each of its tokens; set it to 0"
+    if recipe.rollout.environment:
+        yield "rollout.environment.align", f"{why} has no translation of turns; use prompts with one answer"
 
 
 def _experience(recipe: Recipe) -> Refusals:

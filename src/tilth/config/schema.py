@@ -445,6 +445,11 @@ class ReferenceConfig(RoleSection):
     path: Annotated[str, Fixed("the KL penalty is towards this model")] = Field(
         "", description="run or Hugging Face directory with the same tokens; empty: the policy at the phase's start"
     )
+    align: Annotated[Literal["tokens", "characters"], Fixed("it is compared with its teacher by it")] = Field(
+        "tokens",
+        description="what is compared: tokens, or chunks of equal characters, with a teacher of flow distill that has "
+        "another tokenizer",
+    )
 
 
 class JudgeConfig(RoleSection):

@@ -35,6 +35,7 @@ from tilth.guard.snapshots import Snapshots
 from tilth.plan.memory import has_relay
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
+from tilth.roles.experience import UNALIGNED
 from tilth.runs.directory import REWARD_LOG, RunDir
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import hold_pinned, pinned
@@ -287,11 +288,17 @@ class Run:
 
     def logprobs(self, batch: Batch) -> Batch:
         """Add the log-probs that the update needs: the policy's before it, and the reference's."""
-        needed = self.algorithm.computed
+        needed, reference = self.algorithm.computed, self.reference
         self.progress.at("computing log-probs")
+        teacher = reference if self.recipe.reference.align == "characters" else None
+        theirs = None if teacher is None else teacher.translated(batch)  # beside the policy's pass, in its own pool
         if "logprobs" in needed:
             batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)
-        return self.reference.logprobs(batch) if self.reference is not None else batch
+        if teacher is None:
+            return batch if reference is None else reference.logprobs(batch)
+        batch = teacher.aligned(batch, teacher.logprobs(theirs))
+        self.metrics.add_sum("reference/unaligned", float(batch[UNALIGNED].sum()), float(batch["completion"].sum()))
+        return batch
 
     def baselines(self, batch: Batch) -> Batch:
         """Add the row column ``baselines``: see ``Evaluator.baselines``."""

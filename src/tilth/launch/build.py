@@ -26,6 +26,7 @@ from tilth.core.errors import DataError, RecipeError
 from tilth.core.layout import Mesh
 from tilth.core.memory import Room, host_memory
 from tilth.core.random import stream
+from tilth.data.alignment import Translator
 from tilth.data.cache import CACHE, CacheEntry
 from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
@@ -51,9 +52,19 @@ from tilth.plan.schedule import ranks_held
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.model_refs import find_checkpoint, split_spec
-from tilth.runs.models import LoadedModel, choose_tokenizer, load_beginning, load_drafter, load_model, load_of_role
+from tilth.runs.models import (
+    LoadedModel,
+    choose_tokenizer,
+    load_beginning,
+    load_drafter,
+    load_model,
+    load_of_role,
+    wants_tokenizer,
+)
 
 _WORKERS = "tilth.launch.workers"
+_TRIED = 32
+"""Prompts of each source that are translated for a teacher before the run."""
 
 
 class PretrainTexts(NamedTuple):
@@ -138,6 +149,8 @@ def build(
     shapes = {role: model.config for role, model in others.items()}
     check_shape(recipe, config, shapes)
     for role, model in others.items():
+        if role == "reference" and recipe.reference.align == "characters":
+            continue  # it reads text, and is checked with the prompts
         if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
     if recipe.rollout.draft.path:
@@ -147,6 +160,8 @@ def build(
         data = _documents(recipe, material, tokenizer)
     else:
         data = _prompts(recipe, material, tokenizer, generates=generates)
+        if recipe.reference.align == "characters":
+            data.notes.append(_check_teacher(recipe, material, tokenizer, others["reference"]))
     chats = loaded is not None and loaded.tokenizer is not None and bool(loaded.tokenizer.chat_template)
     if chats and not recipe.data.template and recipe.flow_spec.learns != "documents":
         data.notes.append(
@@ -259,12 +274,39 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     found = [f"token {i} is {a!r} there and {b!r} here" for i, a, b in pairs if a != b]
     found += [f"{theirs} there and {ours} here"] if theirs < ours else []
     if found:
+        hint = ", or reference.align=characters" if key == "reference.path" and recipe.flow == "distill" else ""
         raise RecipeError(
             f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}); both need the same "
-            "tokenizer",
+            f"tokenizer{hint}",
             key=f"{key}.tokenizer",
         )
     _check_context(recipe, loaded.config, f"{key} = {loaded.run or loaded.source}", key=f"{key}.context")
+
+
+def _check_teacher(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, loaded: LoadedModel) -> str:
+    """Return a log line on the share of the prompts' tokens over which a teacher with other tokens can be compared.
+
+    Raises RecipeError for a shorter context, or if nothing can be compared; DataError without a tokenizer, or for a
+    prompt that has no tokens there.
+    """
+    named = f"reference.path = {loaded.run or loaded.source}"
+    _check_context(recipe, loaded.config, named, key="reference.path.context")
+    translator = Translator(tokenizer, wants_tokenizer(loaded), loaded.config.max_positions)
+    template = data_template(recipe.data, tokenizer, starts=prompts.starts)
+    tried = [prompt for rows in prompts.parts for prompt in PromptSet(prompts.source, rows).spread(_TRIED)]
+    aligned = count = written = 0
+    for ids in (np.array(ids, np.int64) for ids in template.prompts(tried)):
+        written += len(translator.translate(ids, np.zeros(len(ids), np.uint8)).tokens)
+        found = translator.translate(ids, (np.arange(len(ids)) > 0).astype(np.uint8))
+        aligned, count = aligned + sum(chunk.end - chunk.start for chunk in found.chunks), count + len(ids) - 1
+    if count and not aligned:
+        raise RecipeError(
+            f"{named} has a tokenizer that keeps the characters of none of {len(tried)} prompts, so nothing can be "
+            "aligned; use a teacher whose tokenizer keeps texts as they are",
+            key="reference.path.tokenizer",
+        )
+    sizes = f"{len(tried)} prompts are {written} tokens there and {count + len(tried)} here"
+    return f"reference.align = characters: {sizes}, of which {aligned / max(1, count):.1%} can be aligned"
 
 
 def _check_drafter(recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
@@ -411,9 +453,9 @@ def prompt_checks(
     """
     train, heldout = prompts.split(recipe.data.holdout)
     context, room = recipe.model.context, recipe.rollout.max_tokens
-    texts_alone = recipe.rollout.environment or recipe.flow_spec.learns == "pairs" or recipe.reward.model
-    if has_media(prompts.source) and (texts_alone or recipe.judge.path):
-        message = "the data has media, which episodes, pairs, reward models and judges leave out"
+    others = recipe.reward.model or recipe.judge.path or recipe.reference.align == "characters"
+    if has_media(prompts.source) and (others or recipe.rollout.environment or recipe.flow_spec.learns == "pairs"):
+        message = "the data has media, which episodes, pairs, reward models, judges and align = characters leave out"
         raise DataError(f"{message}; use another flow or reward", key="data.media")
     if recipe.rollout.environment:
         yield lambda: _check_episodes(recipe, template)

@@ -15,6 +15,7 @@ from tilth.config.roles import ROLES, SHIPPED_ROLES, resolve
 from tilth.config.schema import LoraConfig, OptimizerConfig, Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Layout, Mesh
+from tilth.data.alignment import Translator
 from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Tools, data_template, make_template
@@ -50,6 +51,7 @@ from tilth.roles.reference import ReferenceWorker
 from tilth.roles.relay_sync import RelaySyncWorker
 from tilth.roles.reward import RewardWorker
 from tilth.roles.rollout import COUNTED, DIVIDED, RolloutWorker
+from tilth.roles.teacher import TeacherWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.episodes import Limits, Player
@@ -111,8 +113,11 @@ def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWor
     return CriticWorker(engine, context.store, clip=recipe.critic.clip)
 
 
-def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> ReferenceWorker:
-    """Make the model of ``reference.path``, or a frozen copy of the policy, updated at the start of each phase."""
+def reference(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> ReferenceWorker:
+    """Make the model of ``reference.path``, or a frozen copy of the policy, updated at the start of each phase.
+
+    With ``reference.align = "characters"`` it is a teacher that translates the policy's tokens to its own.
+    """
     loaded = load_model(recipe.reference.path) if recipe.reference.path else None
     shape = config if loaded is None else loaded.config
     sharded = shard_model(context, recipe, shape, converters=("frozen",))
@@ -120,13 +125,13 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
         sharded.init_(recipe.seed)
     else:
         sharded.load_(loaded.tensors)
-    return ReferenceWorker(
-        sharded,
-        context.store,
-        temperature=_temperature(recipe),
-        micro_tokens=recipe.train.micro_tokens,
-        parity=recipe.train.parity,
-    )
+    micro, units = recipe.train.micro_tokens, context.mesh.units
+    how: dict[str, Any] = {"temperature": _temperature(recipe), "micro_tokens": micro, "parity": recipe.train.parity}
+    if loaded is None or recipe.reference.align == "tokens":
+        return ReferenceWorker(sharded, context.store, **how)
+    most = min(shape.max_positions, micro * units) if units > 1 else shape.max_positions
+    translator = Translator(tokenizer, wants_tokenizer(loaded), most)
+    return TeacherWorker(sharded, context.store, translator=translator, **how)
 
 
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:

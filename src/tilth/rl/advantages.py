@@ -73,7 +73,7 @@ def estimate(
         gather: columns of all workers, for the scopes that depend on other rows (``ParallelDims.gather_rows``).
         row: integers [n], index of each row in the whole batch, as ``gather`` goes by; None: 0, 1, 2, ..., all of it.
         options: options of the estimator; further columns that it needs or takes go here too, by name (rows [n]:
-            ``baselines``, ``part/NAME``; tokens [total]: ``sum_pi_squared``, ``weights``).
+            ``baselines``, ``part/NAME``; tokens [total]: ``sum_pi_squared``, ``weights``, ``chunk_tokens``).
 
     Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
     """

@@ -19,7 +19,7 @@ from tilth.rl.registry import Entry, Scope, register
 
 OF_TOKENS = (
     "values", "logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "sum_pi_squared", "versions", "weights",
-    "uniforms",
+    "uniforms", "chunk_tokens",
 )  # fmt: skip
 """Columns with one value for each token; all others have one for each row."""
 
@@ -545,15 +545,19 @@ class Distill(Advantage):
     With ``horizon`` > 0 the differences of later tokens are added, discounted: the policy gradient with horizon 1 is
     the gradient of KL(student || teacher) over whole answers; with 0, the default and common practice, each token
     counts for itself, which has less variance (GKD 2306.13649 with reverse KL; MiniLLM 2306.08543). Rewards have no
-    effect, but a row without one is left out.
+    effect, but a row without one is left out. Where teacher and student are compared over chunks of several tokens,
+    ``chunk_tokens`` of them with an even share of the difference each, every token gets the difference of its chunk.
     """
 
     horizon: float = Field(0.0, ge=0, le=1, description="discount of the tokens behind: 0 none of them, 1 all")
 
     needs: ClassVar[tuple[str, ...]] = ("logprobs", "ref_logprobs")
+    takes: ClassVar[tuple[str, ...]] = ("chunk_tokens",)
     reads_reward: ClassVar[bool] = False
     scope: ClassVar[Scope] = "token-local"
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
         gap = tokens.chosen("ref_logprobs") - tokens.chosen("logprobs")
+        if "chunk_tokens" in tokens.rows.columns:
+            gap = gap * tokens.chosen("chunk_tokens")
         return tokens.scatter(discounted_sums(gap, tokens.packing.counts, self.horizon)), None

@@ -17,6 +17,7 @@ from tilth.rl.algorithm import Algorithm
 from tilth.rl.packing import Packing
 from tilth.rl.rollout_correction import CorrectionRule, Corrector
 from tilth.roles.experience import (
+    CHUNK_TOKENS,
     NOT_BY_TOKEN,
     ROUTING,
     TURN_REWARDS,
@@ -131,7 +132,7 @@ class PolicyWorker(Learner):
     @transfer(split="plan", gather="merge", mask="kept")
     def update(self, batch: Batch, how: Algorithm, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Run one optimizer step of the policy loss on the whole batch; return sums for the metrics."""
-        of_estimators = {"values", "returns", "sum_pi_squared", "versions", TURN_REWARDS}
+        of_estimators = {"values", "returns", "sum_pi_squared", "versions", CHUNK_TOKENS, TURN_REWARDS}
         unused = {*NOT_BY_TOKEN, "tokens", *of_estimators}.difference(how.loss.needs)
         names = [c for c in batch.payload if c not in unused]
         with on_rows("update", batch) as spent:

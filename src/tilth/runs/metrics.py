@@ -142,6 +142,12 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("kl_coef", "1", "last", "weight of the KL penalty, if it follows algorithm.kl_target"),
     ("entropy_coef", "1", "last", "weight of the entropy bonus, if it follows algorithm.entropy_target"),
     ("kl_ref", "nats", "mean", "KL towards the reference at a token, as in the policy loss"),
+    (
+        "reference/unaligned",
+        "share",
+        "mean",
+        "reference.align = characters: tokens that the policy chose and that nothing was learned from",
+    ),
     ("value/loss", "reward^2", "mean", "value loss at a token: half the squared distance to its return, clipped"),
     ("value/clipped", "share", "mean", "tokens whose value is at critic.clip"),
     ("value/mean", "reward", "mean", "the critic's value at a token"),

@@ -1,0 +1,170 @@
+"""Write what one model said in the tokens of another tokenizer, and align the two by characters.
+
+Chunks of equal text are what two models with different tokenizers can be compared over (Minixhofer et al. 2025,
+arXiv 2503.20083, section 3).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from tilth.core.errors import DataError
+from tilth.data.tokenizer import Tokenizer
+
+_NO_TEXT = "\ufffd"
+"""What decoders write for bytes that are no text."""
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, end) and [other_start, other_end) of two tokenizers that stand for the same characters."""
+
+    start: int
+    end: int
+    other_start: int
+    other_end: int
+
+    def moved(self, by: int, other_by: int) -> "Chunk":
+        """Return the chunk in a longer sequence, behind these numbers of tokens."""
+        return Chunk(self.start + by, self.end + by, self.other_start + other_by, self.other_end + other_by)
+
+
+def boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of ids without special tokens, and (tokens, characters) before each place between two tokens that
+    lies between two characters, (0, 0) first.
+
+    Inside a character that several tokens share, and after bytes that are no text, is no such place.
+    """
+    text, found = tokenizer.decode(ids), [(0, 0)]
+    before, head = 0, ""
+    for count in range(1, len(ids) + 1):
+        start, at = found[-1]
+        # With the piece before it, since decoders treat the first token of a text in a way of its own.
+        piece = tokenizer.decode(ids[before:count])
+        new = piece[len(head) :]
+        if piece.startswith(head) and not new.endswith(_NO_TEXT) and text.startswith(new, at):
+            before, head = start, tokenizer.decode(ids[start:count])
+            found.append((count, at + len(new)))
+    return text, found
+
+
+def align(own: Tokenizer, ids: Sequence[int], other: Tokenizer, others: Sequence[int]) -> list[Chunk]:
+    """Return the smallest chunks of tokens that begin and end at the same characters in both tokenizations of one text.
+
+    Left out: tokens without characters (special tokens), bytes that are no text, and what has no common end. Empty if
+    the texts differ.
+    """
+    (text, mine), (same, theirs) = boundaries(own, ids), boundaries(other, others)
+    if text != same:
+        return []
+    mine_at, theirs_at = _by_character(mine), _by_character(theirs)
+    places = sorted(mine_at.keys() & theirs_at.keys())
+    return [
+        Chunk(mine_at[start][1], mine_at[end][0], theirs_at[start][1], theirs_at[end][0])
+        for start, end in pairwise(places)
+        if _NO_TEXT not in text[start:end]
+    ]
+
+
+def _by_character(places: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """Return character -> least and most tokens before it: those between the two have no characters."""
+    found: dict[int, tuple[int, int]] = {}
+    for tokens, at in places:
+        found[at] = (found.get(at, (tokens, tokens))[0], tokens)
+    return found
+
+
+class Translation(NamedTuple):
+    """One sequence in the tokens of another tokenizer.
+
+    tokens: int64 [T]; mask: uint8 [T], 1 in a chunk; chunks: of the tokens that the policy chose, in order.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    chunks: list[Chunk]
+
+
+class Translator:
+    """Translate sequences of tokens from one tokenizer to another.
+
+    Text is decoded and encoded again, what the policy chose and what it did not apart, so that no token of the other
+    tokenizer is of both. A special token becomes the one with its text, else the one with its name (``eos_token``); one
+    that ends a completion becomes one that ends a completion there. Tokens that a tokenizer puts before every text are
+    replaced by the other's.
+    """
+
+    def __init__(self, own: Tokenizer, other: Tokenizer, most: int) -> None:
+        """most: tokens of a translation; the rest is cut off and is in no chunk."""
+        self.own, self.other, self.most = own, other, most
+        self._begin, self._other_begin = own.encode(""), other.encode("")
+        self._written = _counterparts(own, other)
+        stops = {stop: self._written[stop] for stop in own.stop_ids}
+        self._chosen = self._written | {s: i if i in other.stop_ids else other.eos_id for s, i in stops.items()}
+        self._special = np.array(sorted({*own.special().values(), *own.stop_ids, own.pad_id}), np.int64)
+
+    def translate(self, ids: np.ndarray, mask: np.ndarray) -> Translation:
+        """Translate one sequence. ids: int64 [T]; mask: [T], not 0 where the policy chose the token.
+
+        The translation ends where the policy chose what the other tokenizer has no tokens for. Raises DataError where a
+        prompt has such a text or special token.
+        """
+        first = len(self._begin) if ids[: len(self._begin)].tolist() == self._begin else 0
+        found, chunks = list(self._other_begin), list[Chunk]()
+        for start, end, special in self._runs(ids, mask, first):
+            some, chosen = ids[start:end].tolist(), bool(mask[start])
+            theirs = self._special_token(some[0], chosen) if special else self._text(some, chosen)
+            if theirs is None:
+                break
+            if chosen:
+                here = [Chunk(0, 1, 0, 1)] if special else align(self.own, some, self.other, theirs)
+                chunks += [chunk.moved(start, len(found)) for chunk in here]
+            found += theirs
+        chunks = [chunk for chunk in chunks if chunk.other_start and chunk.other_end <= self.most]
+        tokens = np.array(found[: self.most], np.int64)
+        marks = np.zeros(len(tokens), np.uint8)
+        for chunk in chunks:
+            marks[chunk.other_start : chunk.other_end] = 1
+        return Translation(tokens, marks, chunks)
+
+    def _runs(self, ids: np.ndarray, mask: np.ndarray, first: int) -> list[tuple[int, int, bool]]:
+        """Return (start, end, special) of each special token, and of each run of others with one mask."""
+        special = np.isin(ids, self._special)
+        apart = (mask[1:] != mask[:-1]) | special[1:] | special[:-1]
+        borders = [first, *(i for i in (np.flatnonzero(apart) + 1).tolist() if i > first), len(ids)]
+        return [(start, end, bool(special[start])) for start, end in pairwise(borders) if end > start]
+
+    def _special_token(self, id: int, chosen: bool) -> list[int] | None:
+        """Return the counterpart of a special token; None if there is none of one that the policy chose."""
+        found = (self._chosen if chosen else self._written).get(id)
+        if found is None and not chosen:
+            token = self.own.token(id)
+            raise DataError(
+                f"a prompt has the special token {token!r}, which the teacher's tokenizer lacks; use a data.template "
+                "whose special tokens both have, or none",
+                key=f"reference.align.{token}",
+            )
+        return None if found is None else [found]
+
+    def _text(self, ids: list[int], chosen: bool) -> list[int] | None:
+        """Return the tokens of a text; None if there are none of one that the policy chose."""
+        try:
+            return self.other.encode(self.other.plain(self.own.decode(ids)), special=False)
+        except DataError:
+            if not chosen:
+                raise
+            return None
+
+
+def _counterparts(own: Tokenizer, other: Tokenizer) -> Mapping[int, int]:
+    """Return the id of a special token -> that of the other tokenizer with the same text, else the same name, else, of
+    one that ends a completion, that of its end."""
+    mine, theirs, special = own.vocabulary(), other.vocabulary(), other.special()
+    found = {id: special[text] for text, id in own.special().items() if text in special}
+    for name, text in own.special_tokens.items():
+        if text in mine and (named := theirs.get(other.special_tokens.get(name, ""))) is not None:
+            found.setdefault(mine[text], named)
+    for stop in own.stop_ids:
+        found.setdefault(stop, other.eos_id)
+    return found

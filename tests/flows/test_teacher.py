@@ -1,0 +1,150 @@
+"""Distillation from a teacher with another tokenizer, whole runs. ``python -m tests.flows.test_teacher FOLDER`` writes
+the tokenizer of numbers."""
+
+import signal
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tests.errors import raises
+from tests.flows import tiny
+from tilth.core.errors import DataError, RecipeError
+from tilth.data.prompts import PromptSet
+from tilth.data.sources import from_records
+from tilth.data.tokenizer import EOS, PAD, Tokenizer
+from tilth.runs.signals import Interrupted
+
+ONCE = {"eval_every": 0, "save_every": 40}
+STUDENT = {"flow": "distill", "supervised": {"steps": 1}, "rollout": {"max_tokens": 6}}
+LEARNS = {"advantage": "distill", "loss": "reinforce", "steps": 4}
+CHARACTERS = {"align": "characters"}
+
+
+def numbers() -> Tokenizer:
+    """Byte-level BPE in which each number below 100 is one token."""
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    settings = {"special_tokens": [PAD, EOS], "initial_alphabet": sorted(alphabet), "show_progress": False}
+    core.train_from_iterator([f"{i:02}" for i in range(100)] * 2, trainers.BpeTrainer(vocab_size=358, **settings))
+    return Tokenizer(core, EOS, PAD)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A run whose tokens are numbers."""
+    folder = tmp_path_factory.mktemp("teacher")
+    numbers().save(folder / "numbers")
+    learned = {"steps": 6, "lr": 1e-2, "check_every": 40}
+    made = tiny.recipe(folder, flow="sft", data={"tokenizer": str(folder / "numbers")}, supervised=learned, run=ONCE)
+    return str(tiny.run(made).directory)
+
+
+def student(folder, path, callbacks=(), **sections):
+    named = {"path": path, **CHARACTERS, **sections.pop("reference", {})}
+    algorithm = {**LEARNS, **sections.pop("algorithm", {})}
+    made = tiny.recipe(folder, **{**STUDENT, "reference": named, "algorithm": algorithm, "run": ONCE, **sections})
+    return tiny.run(made, callbacks=callbacks).directory
+
+
+def sampled(directory):
+    return [record for record in tiny.numbers(directory) if record["phase"] == "distill"]
+
+
+def test_a_number_is_one_token_there_and_two_here():
+    found = numbers()
+    assert [len(found.encode(f"{i:02}")) for i in range(100)] == [1] * 100
+
+
+def test_a_run_learns_from_a_teacher_with_another_tokenizer(tmp_path, teacher):
+    watcher = tiny.Recorder()
+    records = sampled(student(tmp_path, teacher, [watcher]))
+    assert all(0 <= record["reference/unaligned"] < 1 and record["kl_ref"] > 0 for record in records)
+    assert any(text.startswith("reference.align = characters: 32 prompts") for text in watcher.messages)
+
+
+def test_with_the_same_tokenizer_a_run_is_the_plain_one_bit_for_bit(tmp_path):
+    same = str(tiny.run(tiny.recipe(tmp_path / "t", flow="sft", run=ONCE)).directory)
+    plain = student(tmp_path / "a", same, reference={"align": "tokens"})
+    aligned = student(tmp_path / "b", same)
+    assert tiny.weights(plain) == tiny.weights(aligned)
+    records = sampled(aligned)
+    assert [record.pop("reference/unaligned") for record in records] == [0.0] * 4
+    assert tiny.same(records, sampled(plain))
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, teacher):
+    whole = student(tmp_path / "whole", teacher)
+    stop = tiny.Recorder(lambda record: signal.raise_signal(signal.SIGINT) if record["step"] == 3 else None)
+    with pytest.raises(Interrupted):
+        student(tmp_path / "again", teacher, [stop])
+    again = student(tmp_path / "again", teacher)
+    assert tiny.weights(again) == tiny.weights(whole) and tiny.same(tiny.numbers(again), tiny.numbers(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, {"tp": 2}, {"hdp": 2}], ids=str)
+def test_on_two_workers_it_is_the_same(tmp_path, teacher, layout):
+    """Each rank translates its rows, and the controller plans the teacher's passes from their lengths."""
+    one = sampled(student(tmp_path / "one", teacher))
+    cluster = {"backend": "local", "workers": 2}
+    micro = {"threads": 1, "micro_tokens": 8} if "hdp" in layout else {"threads": 1}
+    two = sampled(student(tmp_path / "two", teacher, cluster=cluster, reference={"layout": layout}, train=micro))
+    for a, b in zip(two, one, strict=True):
+        assert a["reference/unaligned"] == b["reference/unaligned"] or "hdp" in layout
+        assert a["kl_ref"] == pytest.approx(b["kl_ref"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_student_comes_closer_to_a_teacher_with_another_tokenizer(tmp_path, teacher):
+    sections = {"algorithm": {"steps": 16}, "optimizer": {"lr": 1e-2}, "supervised": {"steps": 0}}
+    records = sampled(student(tmp_path, teacher, rollout={"prompts": 16, "max_tokens": 6}, **sections))
+    gap = [record["kl_ref"] for record in records]
+    assert np.mean(gap[-5:]) < 0.8 * np.mean(gap[:5])
+
+
+# ---- refused ----
+
+
+@pytest.mark.parametrize(
+    "sections, key",
+    [
+        ({"flow": "grpo", "algorithm": {"kl_coef": 0.1}}, "reference.align.unused"),
+        ({"flow": "grpo", "reference": CHARACTERS}, "reference.align.unused"),
+        ({"algorithm": {"kl_coef": 0.1}}, "algorithm.kl_coef.align"),
+        ({"algorithm": {"options": {"horizon": 0.5}}}, "algorithm.options.horizon.align"),
+        ({"algorithm": {"advantage": "grpo"}}, "algorithm.advantage.align"),
+        ({"rollout": {"environment": "word-game"}}, "rollout.environment.align"),
+    ],
+)
+def test_what_compares_tokens_is_refused(tmp_path, sections, key):
+    made = {"flow": "distill", "reference": {"path": "x", **CHARACTERS}, **sections}
+    advantage = {"advantage": "distill"} if made["flow"] == "distill" else {}
+    made["algorithm"] = {**advantage, **made.get("algorithm", {})}
+    with raises(RecipeError, key):
+        tiny.recipe(tmp_path, **made)
+
+
+def test_a_teacher_that_cannot_write_the_prompts_or_has_no_tokenizer_is_refused(tmp_path):
+    prompts = PromptSet(from_records([{"prompt": f"{a}x", "answer": a} for a in "abcdefgh"]))
+    letters = tiny.run(tiny.recipe(tmp_path / "t", flow="sft", run=ONCE), prompts=prompts).directory
+    with raises(DataError, "tokenizer.+"):
+        student(tmp_path / "s", str(letters))
+    for file in (letters / "model").glob("tokenizer*"):
+        file.unlink()
+    with raises(DataError, "tokenizer.json"):
+        student(tmp_path / "s", str(letters))
+
+
+def test_a_teacher_with_less_context_is_refused(tmp_path, teacher):
+    with raises(RecipeError, "reference.path.context"):
+        student(tmp_path, teacher, model={"context": 17})
+
+
+if __name__ == "__main__":
+    numbers().save(sys.argv[1])
