@@ -11,7 +11,8 @@ The methods are written anew here, from the documentation and source of their pr
 - nanochat: each rank fills rows with the largest document that fits, out of 1,000, and crops the shortest for the rest.
 - verl tokens, workload: truncated sequences to ranks in equal number, by Karmarkar-Karp on tokens or on
   24,576 n + n^2; those of a rank to as few micro-batches as its tokens need, likewise. Nothing checks their size.
-- tilth none, tokens, cost: ``plan.schedule``. longest, differencing: ``packing.balance``, without gangs.
+- tilth none, tokens, cost: ``plan.schedule``. longest: ``packing.balance``; differencing: Karmarkar-Karp on the cost.
+  Both are without gangs.
 
 Columns: padding (room left in rows, which attention without padding does not compute) and cropped tokens, each over all
 tokens; broken: sequences that lose their end or are cut apart; above: micro-batches beyond the limit of tokens; spread:
@@ -26,7 +27,7 @@ import sys
 import sysconfig
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,10 +184,10 @@ def tilth(lengths: np.ndarray, costs: Costs, how: Any) -> Packed:
     return packed
 
 
-def balanced(lengths: np.ndarray, costs: Costs, method: Any) -> Packed:
-    """Balance whole sequences over ranks, then pack those of each rank; a long one is alone, above the limit."""
+def balanced(lengths: np.ndarray, parts: Iterable[Any]) -> Packed:
+    """Give the rows of each part to a rank, then pack them; a long sequence is alone, above the limit."""
     packed = Packed(sequences=len(lengths))
-    for rank, rows in enumerate(balance(costs(lengths), RANKS, method=method)):
+    for rank, rows in enumerate(parts):
         own = lengths[rows]
         packed.ranks[rank] = [[(int(n), 1.0) for n in own[found]] for found in micro_batches(own, CAPACITY)]
     return packed
@@ -200,8 +201,8 @@ def methods(costs: Costs) -> dict[str, Callable[[np.ndarray], Packed]]:
         "nanochat": nanochat,
         "verl tokens": lambda n: verl(n, lambda m: m.astype(np.float64)),
         "verl workload": lambda n: verl(n, lambda m: 24_576.0 * m + m.astype(np.float64) ** 2),
-        "longest": lambda n: balanced(n, costs, "longest"),
-        "differencing": lambda n: balanced(n, costs, "differencing"),
+        "longest": lambda n: balanced(n, balance(costs(n), RANKS)),
+        "differencing": lambda n: balanced(n, karmarkar_karp(costs(n).tolist(), RANKS, False)),
         "tilth none": lambda n: tilth(n, costs, "none"),
         "tilth tokens": lambda n: tilth(n, costs, "tokens"),
         "tilth cost": lambda n: tilth(n, costs, "cost"),

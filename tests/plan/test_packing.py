@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.work import work_of
-from tilth.core.errors import ArgumentError, PlanError
+from tilth.core.errors import ArgumentError
 from tilth.plan.packing import APART, balance, divide, micro_batches
 
 lengths = st.lists(st.integers(0, 50), max_size=40)
@@ -195,77 +195,3 @@ def test_sizes_that_differ():
 def test_work_of_dividing_grows_as_the_rows():
     few, many = (work_of(lambda: divide(np.arange(n) % 997 + 1, np.arange(n) // 8, 64)) for n in (500, 2000))
     assert many < 5 * few
-
-
-# -- differencing and limits -----------------------------------------------------------------------------------------
-
-METHODS = ("longest", "differencing")
-
-
-def best_of(costs, ranks):
-    """Greatest load of the best assignment."""
-    return min(
-        max(sum(c for c, r in zip(costs, assignment) if r == rank) for rank in range(ranks))
-        for assignment in itertools.product(range(ranks), repeat=len(costs))
-    )
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
-def test_differencing_within_its_bound_of_the_best(costs, ranks):
-    """4/3 - 1/(3 ranks), and 7/6 of two ranks (Michiels, Korst and Aarts 2012)."""
-    found = balance(costs, ranks, method="differencing")
-    assert sorted(np.concatenate(found).tolist()) == list(range(len(costs)))
-    bound = 7 / 6 if ranks == 2 else 4 / 3 - 1 / (3 * ranks)
-    assert greatest(costs, found) <= bound * best_of(costs, ranks) + 1e-9
-
-
-def test_differencing_is_the_published_example():
-    """Karmarkar and Karp's 8, 7, 6, 5, 4: longest first gives 17 and 13, differencing 16 and 14."""
-    assert greatest([8, 7, 6, 5, 4], balance([8, 7, 6, 5, 4], 2)) == 17
-    assert greatest([8, 7, 6, 5, 4], balance([8, 7, 6, 5, 4], 2, method="differencing")) == 16
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_differencing_is_more_even_of_few_uneven_rows(ranks):
-    rng = np.random.default_rng(0)
-    draws = [rng.lognormal(7, 1, 8 * ranks) for _ in range(30)]
-    spread = {m: np.mean([greatest(c, balance(c, ranks, method=m)) / c.sum() * ranks for c in draws]) for m in METHODS}
-    assert spread["differencing"] < spread["longest"]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=30), st.integers(1, 6), st.sampled_from(METHODS)
-)
-def test_limits_of_rows_and_tokens_hold(rows, parts, method):
-    costs, tokens = [c for c, _ in rows], [n for _, n in rows]
-    most, count = 2 * sum(tokens) / parts + 10, -(-len(rows) // parts) + 1
-    found = balance(costs, parts, method=method, lengths=tokens, max_tokens=most, max_rows=count)
-    assert sorted(np.concatenate(found).tolist()) == list(range(len(rows)))
-    assert all(len(part) <= count and sum(tokens[r] for r in part) <= most for part in found)
-    assert all((np.diff(part) > 0).all() and part.dtype == np.int64 for part in found)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_counts_stay_nearly_as_even(method):
-    costs = np.random.default_rng(0).lognormal(7, 1, 512)
-    parts = balance(costs, 8, method=method, max_rows=64)
-    assert {len(part) for part in parts} == {64}
-    assert greatest(costs, parts) < 1.02 * costs.sum() / 8
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_that_fit_nowhere_are_refused(method):
-    for limits in ({"max_rows": 1}, {"max_tokens": 4}):
-        with raises(PlanError, "parts"):
-            balance([3, 3, 3], 2, method=method, **limits)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_limits_of_no_effect_change_nothing(method):
-    costs = np.random.default_rng(1).lognormal(7, 1, 100)
-    free, wide = balance(costs, 8, method=method), balance(costs, 8, method=method, max_tokens=1e9, max_rows=100)
-    assert all((a == b).all() for a, b in zip(free, wide))
-
-
-def test_divide_takes_a_method():
-    assert greatest([8, 7, 6, 5, 4], divide([8, 7, 6, 5, 4], None, 2, "differencing")) == 16

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilth.checkpoint.tile_reader import as_bytes
 from tilth.core.errors import CheckpointError, TilthError
+from tilth.plan.packing import balance
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,13 +101,10 @@ def together(share: Share, wanted: int, parts: Parts, read: Callable[[Collection
 
 
 def divided(parts: Parts, ranks: Sequence[int]) -> dict[str, int]:
-    """Return the rank that reads each tensor: large ones first, each to the rank with the fewest bytes so far."""
-    nbytes = {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
-    load, owners = dict.fromkeys(ranks, 0), {}
-    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
-        owners[name] = min(ranks, key=load.__getitem__)
-        load[owners[name]] += nbytes[name]
-    return owners
+    """Return the rank that reads each tensor, so that all read nearly the same bytes."""
+    names = sorted(parts)
+    shares = balance([sum(t.nbytes for t in parts[name]) for name in names], len(ranks))
+    return {names[row]: rank for rank, rows in zip(ranks, shares) for row in rows.tolist()}
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
