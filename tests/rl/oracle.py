@@ -232,7 +232,8 @@ def token_estimates(name, rows, **o):
             o,
         )
     if name == "distill":
-        gaps = [[r - p for r, p in zip(row["ref_logprobs"], row["logprobs"][: len(row["places"])])] for row in live]
+        columns = [[row[c] for c in ("ref_logprobs", "logprobs", "chunk_tokens")] for row in live]
+        gaps = [[(r - p) * n for r, p, n, _ in zip(*each, row["places"])] for each, row in zip(columns, live)]
         return [to_go(gap, o.get("horizon", 0.0)) for gap in gaps], None
     if name in ("reinforce_pp", "remax"):
         returns = [to_go(row["tokens"], o.get("gamma", 1.0)) for row in live]

@@ -73,6 +73,7 @@ def columns_for(name: str, batch: Drawn, **options) -> dict[str, torch.Tensor]:
         "ref_logprobs": batch.column(12),
         "sum_pi_squared": likely**2 + batch.column(10).abs().neg().exp() * (1 - likely) ** 2,
         "weights": batch.column(11).exp(),
+        "chunk_tokens": batch.column(13).abs().floor() + 1,
     }
     return {c: of_tokens[c] if c in of_tokens else row_column(batch, c) for c in wanted}
 

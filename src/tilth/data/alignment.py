@@ -4,7 +4,7 @@ Chunks of equal text are what two models with different tokenizers can be compar
 arXiv 2503.20083, section 3).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -157,7 +157,7 @@ class Translator:
             return None
 
 
-def _counterparts(own: Tokenizer, other: Tokenizer) -> Mapping[int, int]:
+def _counterparts(own: Tokenizer, other: Tokenizer) -> dict[int, int]:
     """Return the id of a special token -> that of the other tokenizer with the same text, else the same name, else, of
     one that ends a completion, that of its end."""
     mine, theirs, special = own.vocabulary(), other.vocabulary(), other.special()

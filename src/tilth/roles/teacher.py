@@ -38,7 +38,7 @@ class TeacherWorker(ReferenceWorker):
             found = [self.translator.translate(ids, mask) for ids, mask in pairs]
             tokens = _ragged([one.tokens for one in found], np.int64)
             mask = _ragged([one.mask for one in found], np.uint8)
-            rows = {name: batch[name] for name in ("id", "group", "prompt", "row") if name in batch.rows}
+            rows = {name: values for name, values in batch.rows.items() if name in ("id", "group", "prompt", "row")}
             rows |= {"length": tokens.lengths.astype(np.int32), **RowTable.of(tokens, mask.values).columns()}
             chunks = _ragged([np.array(one.chunks, np.int32).ravel() for one in found], np.int32)
             payload = {"tokens": tokens, "mask": mask, _CHUNKS: chunks}
