@@ -134,7 +134,8 @@ def test_what_is_offloaded_goes_once_each_way_and_nobody_waits(monkeypatch, shar
     assert moved.waits == plain.waits and len(made) == 1
     tensors, size = made[0].tensors / 2, made[0].bytes / 2  # of two updates
     more = {name: moved.launches[name] - plain.launches[name] for name in ("aten.copy_", "aten.clone")}
-    assert tensors and more == {"aten.copy_": 3 * tensors, "aten.clone": tensors}  # out, back, and the rest beside it
+    assert tensors == 14  # of the layer that is not the last one: no cast of a weight, which all micro-batches need
+    assert more == {"aten.copy_": 3 * tensors, "aten.clone": tensors}  # out, back, and the rest beside it
     assert moved.bytes["aten.copy_"] - plain.bytes["aten.copy_"] == 2 * size / share
 
 

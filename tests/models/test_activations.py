@@ -14,6 +14,7 @@ from tilth.config.load import digest, load_recipe
 from tilth.core.errors import RecipeError
 from tilth.models.activations import KEPT, HostActivations
 from tilth.models.attention import PackedContext
+from tilth.models.casts import cast, keep_casts
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 
@@ -185,6 +186,21 @@ def test_storages_move_once_and_parameters_stay():
     with moving.begin(8, 1)(0):
         (x * 3).square().sum().backward()
     assert moving.tensors == 2
+
+
+def test_kept_casts_of_weights_stay():
+    weight, x = torch.nn.Parameter(torch.randn(8, 4)), torch.ones(8, 8, dtype=torch.bfloat16, requires_grad=True)
+    moving = HostActivations([weight], CPU, least=1)
+    with keep_casts([weight]):
+        for _ in range(2):
+            with moving.begin(8, 2)(0):
+                y = x * 2
+                out = (y @ cast(weight, y.dtype) @ cast(weight, y.dtype).t()).float().sum()
+            out.backward()
+        assert moving.tensors == 2 * 2  # y, and what the first product gives
+    with moving.begin(8, 2)(0):
+        (x @ cast(weight, x.dtype)).float().sum().backward()
+    assert moving.tensors == 2 * 2 + 2  # x, and a cast of this pass alone
 
 
 def test_a_storage_that_changed_between_two_saves_moves_twice():

@@ -27,7 +27,7 @@ def test_a_parameter_is_cast_once_in_a_block_and_anew_after_it():
     assert weight.grad.dtype == torch.float32 and torch.equal(weight.grad, again.grad)
     with torch.no_grad():
         weight.add_(1)
-    assert torch.equal(cast(weight, BF16), weight.to(BF16)) and not casts._kept
+    assert torch.equal(cast(weight, BF16), weight.to(BF16)) and not casts._kept and not casts._storages
     with keep_casts([weight]):
         assert torch.equal(cast(weight, BF16), weight.to(BF16))
 
@@ -71,7 +71,9 @@ def learned(monkeypatch, keep, **options):
     return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpointing": True}], ids=["whole", "recomputed"])
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpointing": True}, {"offload": 1.0}], ids=["whole", "recomputed", "offloaded"]
+)
 def test_steps_have_the_bits_of_steps_that_cast_at_each_use(monkeypatch, options):
     norms, weights = learned(monkeypatch, True, **options)
     wanted, others = learned(monkeypatch, False, **options)

@@ -12,6 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from tilth.models.casts import is_kept
+
 aten = torch.ops.aten
 PRODUCTS: tuple[Any, ...] = (aten.mm.default, aten.addmm.default, aten._grouped_mm.default)
 ATTENTION: tuple[Any, ...] = (
@@ -71,9 +73,10 @@ class HostActivations:
     """Move the first rows of what autograd saves to host memory in the forward pass, and back before the backward pass.
 
     ``ratio``: share of the rows (tokens) of each storage in passes that begin, 0 to 1. A storage moves once, however
-    many operations save it or a view of it. Parameters, tensors below ``least`` bytes and the last layer's stay. While
-    a layer is in use the one before it comes back, so that two are on the device. On a GPU copies run on a stream for
-    each direction, from and to pinned memory; on a CPU they are copies in the same memory, for tests.
+    many operations save it or a view of it. Parameters, kept casts of them, tensors below ``least`` bytes and the last
+    layer's stay. While a layer is in use the one before it comes back, so that two are on the device. On a GPU copies
+    run on a stream for each direction, from and to pinned memory; on a CPU they are copies in the same memory, for
+    tests.
     """
 
     def __init__(self, parameters: Iterable[Tensor], device: torch.device, least: int = 1 << 12) -> None:
@@ -95,6 +98,7 @@ class HostActivations:
         storage = tensor.untyped_storage()
         small = storage.nbytes() < self.least or storage.nbytes() > 2 * tensor.nbytes
         weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)  # FSDP's, gathered
+        weight = weight or is_kept(tensor)  # all micro-batches need it
         return small or weight or tensor.device != self.device or storage._cdata in self.parameters
 
     def move(self, tensor: Tensor, part: tuple[int, int]) -> _Moved:

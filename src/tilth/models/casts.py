@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 _kept: dict[nn.Parameter, Tensor | None] = {}
 """Copies of the parameters of open blocks. Of all threads: a device's backward passes run in threads of their own."""
+_storages: set[int] = set()
+"""Storages of these copies."""
 
 
 @contextmanager
@@ -20,7 +22,7 @@ def keep_casts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         for one in own:
-            _kept.pop(one, None)
+            _forget(_kept.pop(one, None))
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,9 +31,21 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return weight.to(dtype)
     copy = _kept[weight]
     if copy is None or copy.dtype != dtype:
+        _forget(copy)
         copy = _kept[weight] = weight.detach().to(dtype)
+        _storages.add(copy.untyped_storage()._cdata)
     found: Tensor = _Cast.apply(weight, copy) if weight.requires_grad and torch.is_grad_enabled() else copy
     return found
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Return True if a tensor lies in a copy that is kept."""
+    return tensor.untyped_storage()._cdata in _storages
+
+
+def _forget(copy: Tensor | None) -> None:
+    if copy is not None:
+        _storages.discard(copy.untyped_storage()._cdata)
 
 
 class _Cast(torch.autograd.Function):

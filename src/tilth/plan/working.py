@@ -377,7 +377,7 @@ def _cast(recipe: Recipe, cut: ShardFactors, head: bool) -> int:
 def _keeps_casts(recipe: Recipe, cut: ShardFactors) -> bool:
     """Return True if weights are cast once for all passes of a step (``TrainEngine``)."""
     train = recipe.train
-    return not (train.checkpointing or train.offload or train.compile is True or cut.gathered)
+    return not (train.checkpointing or train.compile is True or cut.gathered)
 
 
 def _head(recipe: Recipe, cut: ShardFactors) -> int:

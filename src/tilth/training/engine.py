@@ -424,7 +424,7 @@ class TrainEngine:
     def _casts(self) -> AbstractContextManager[None]:
         """Keep weights in the compute dtype for all micro-batches of the block, where a pass keeps all of them anyway,
         and they stay where they are."""
-        again = any(part.checkpointing or part.offload is not None for part in self.sharded.parts)
+        again = any(part.checkpointing for part in self.sharded.parts)
         if self._compiled or again or self._gathers:
             return nullcontext()
         return keep_casts(p for part in self.sharded.parts for p in part.parameters())
