@@ -12,7 +12,7 @@ from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.engines import sampling
 from tilth.engines.request import SamplingParams
-from tilth.engines.sampling import Rules, argmax, choose, group_mass, inverse_cdf, largest, thresholds
+from tilth.engines.sampling import Rules, argmax, choose, choose_from, group_mass, inverse_cdf, largest, thresholds
 
 
 def logits_of(seed, rows, vocab, spread=3.0):
@@ -64,6 +64,42 @@ def test_a_row_does_not_depend_on_the_others(params, seed, data):
     assert together.logprobs[i] == alone.logprobs[0]
     if params[i].filtered:
         assert together.sampling[i] == alone.sampling[0]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=150, top_p=0.9)], ids=["plain", "filtered"])
+def test_draws_on_the_edge_of_a_token_do_not_depend_on_the_other_rows(params):
+    """Rows with other filters add steps to the sampling of all, of which no bit may show."""
+    logits = logits_of(7, 1, 300).expand(301, -1)
+    ends = torch.softmax(logits[0].double(), -1).cumsum(-1).float().clamp(max=1 - 2.0**-24)
+    rows = [params] * 300
+    alone = choose(logits[:300], ends, Rules.of(rows))
+    for other in (SamplingParams(top_k=250, min_p=0.1), SamplingParams(top_p=0.999, top_k=290)):
+        together = choose(logits, torch.cat([ends, ends[:1]]), Rules.of([*rows, other]))
+        assert torch.equal(together.tokens[:300], alone.tokens)
+        assert not params.filtered or torch.equal(together.sampling[:300], alone.sampling)
+    mass = torch.zeros(301, 5).index_fill(1, torch.tensor(3), 1.0)
+    known = choose_from(torch.log_softmax(logits, -1), mass, torch.zeros(301), Rules.of([*rows, other]))
+    assert (known.tokens[:300] // 64).eq(0 if params.filtered else 3).all()  # by the mass that it has without others
+
+
+def test_rows_beside_a_changed_one_are_drawn_by_the_kernel_too(monkeypatch):
+    """A schema changes the log-probs of its row alone; what is returned are those before."""
+    asked = []
+
+    class Kernel:
+        @staticmethod
+        def choose(logp, uniform, *rules):
+            asked.append(logp)
+            return torch.arange(3), torch.full((3,), 7.0), uniform
+
+    monkeypatch.setattr(sampling, "chosen", lambda name, x: Kernel)
+    logp, change, u = torch.log_softmax(logits_of(0, 3, 100), -1), torch.zeros(3, 100), uniform_of(0, 3)
+    change[1, :50] = -torch.inf
+    rules = Rules.of([SamplingParams(top_p=0.9)] * 3)
+    found = choose_from(logp, None, u, rules, change)
+    assert torch.equal(asked[0][::2], logp[::2]) and torch.equal(asked[0][1], torch.log_softmax(logp + change, -1)[1])
+    assert torch.equal(found.logprobs, logp.diagonal()) and torch.equal(found.sampling, u)
+    assert choose_from(logp, None, u, rules).logprobs.eq(7).all()
 
 
 @pytest.mark.parametrize(

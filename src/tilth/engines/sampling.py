@@ -151,21 +151,29 @@ def choose_from(
 
     change: float32 [B, V], added to the log-probs before the filters, 0 in a row that nothing changes.
     """
-    if change is None and (kernel := chosen("sampler", logp)) is not None:
-        own = (rules.greedy, rules.top_k, rules.top_p, rules.min_p)
-        return Chosen(*kernel.choose(logp, uniform, *own, rules.filtered))
-    filtered, among = None, logp
+    among, changed = logp, None
     if change is not None:
-        among = torch.where(change.any(-1, keepdim=True), torch.log_softmax(logp + change, -1), logp)
+        changed = change.any(-1, keepdim=True)
+        among = torch.where(changed, torch.log_softmax(logp + change, -1), logp)
+    if (kernel := chosen("sampler", logp)) is not None:
+        own = (rules.greedy, rules.top_k, rules.top_p, rules.min_p)
+        tokens, logprobs, sampling = kernel.choose(among, uniform, *own, rules.filtered)
+        return Chosen(tokens, logprobs if change is None else _pick(logp, tokens), sampling)
+    kept, total = among, None
     if rules.filtered:
-        low = among < thresholds(among, rules)[:, None]
-        filtered, mass = torch.log_softmax(among.masked_fill(low, -torch.inf), -1), None
+        cutoff = thresholds(among, rules)[:, None]
+        kept, found = among.masked_fill(among < cutoff, -torch.inf), mass
+        mass = _masses(kept)
+        if found is not None:  # rows that keep all are drawn as they are where no row has a filter
+            same = cutoff == -torch.inf
+            mass = torch.where(same if changed is None else same & ~changed, found, mass)
+        total = mass.sum(-1).log()
     tokens = argmax(among) if rules.any_greedy else None
     if not rules.all_greedy:
-        drawn = inverse_cdf(logp if filtered is None else filtered, mass, uniform)
+        drawn = inverse_cdf(kept, mass, uniform)
         tokens = drawn if tokens is None else torch.where(rules.greedy, tokens, drawn)
     assert tokens is not None
-    return Chosen(tokens, _pick(logp, tokens), None if filtered is None else _pick(filtered, tokens))
+    return Chosen(tokens, _pick(logp, tokens), None if total is None else _pick(kept, tokens) - total)
 
 
 def _pick(logp: Tensor, tokens: Tensor) -> Tensor:
@@ -195,15 +203,18 @@ def group_mass(logp: Tensor) -> Tensor:
     return _groups(logp).exp().sum(-1)
 
 
+def _masses(logp: Tensor) -> Tensor:
+    """Return ``group_mass``, on a CPU of as many rows at a time as its cache holds."""
+    rows = max(1, _ELEMENTS // logp.shape[1]) if logp.device.type == "cpu" else len(logp)
+    return torch.cat([group_mass(some) for some in logp.split(rows)])
+
+
 def inverse_cdf(logp: Tensor, mass: Tensor | None, uniform: Tensor) -> Tensor:
     """Index of the token in whose slice of [0, total) the number falls; never one of probability 0.
 
     logp float32 [B, V]; mass: its ``group_mass``, None: computed here; uniform float32 [B] in [0, 1). -> int64 [B].
     """
-    if mass is None:
-        rows = max(1, _ELEMENTS // logp.shape[1]) if logp.device.type == "cpu" else len(logp)
-        mass = torch.cat([group_mass(some) for some in logp.split(rows)])
-    mass = mass.cumsum(-1)
+    mass = (_masses(logp) if mass is None else mass).cumsum(-1)
     target = uniform * mass[:, -1]
     group = (mass <= target[:, None]).sum(-1, keepdim=True)
     rest = target - torch.where(group > 0, mass.gather(1, (group - 1).clamp(min=0)), 0.0)[:, 0]
@@ -243,10 +254,11 @@ def _cutoff(logp: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
     whole = rules.top_k == 0
     count = torch.where(whole, width, rules.top_k.clamp(max=width))
     kept = values.masked_fill(torch.arange(width, device=logp.device) >= count[:, None], -torch.inf)
-    total = kept.logsumexp(-1).masked_fill(whole, 0.0)
-    mass = (kept - total[:, None]).exp().cumsum(-1)
+    # A sum one after another: its bits do not depend on ``width``, which other rows set.
+    mass = (kept - kept[:, :1].masked_fill(whole[:, None], 0.0)).exp().cumsum(-1)
+    share = torch.where(whole, rules.top_p, rules.top_p * mass[:, -1])
     before = F.pad(mass[:, :-1], (1, 0))
-    needed = torch.where(rules.top_p < 1, (before < rules.top_p[:, None]).sum(-1), width)
+    needed = torch.where(rules.top_p < 1, (before < share[:, None]).sum(-1), width)
     cutoff = kept.gather(1, torch.minimum(needed, count)[:, None] - 1)[:, 0]
     enough = width == logp.shape[1] or not rules.nucleus  # or a device would have to be waited for
     enough = enough or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())

@@ -70,6 +70,20 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert not params.filtered or together.sampling[i] == alone.sampling[0]
 
 
+def test_rows_beside_a_changed_one_have_the_bits_that_they_have_alone(by_kernel):
+    logp, u = torch.log_softmax(logits_of(0, 4, 300), -1), uniform_of(0, 4)
+    rows = [*SOME[:2], SamplingParams(top_p=0.5), SamplingParams()]
+    change = torch.zeros(4, 300)
+    change[2, ::2] = -torch.inf
+    together = choose_from(logp, None, u, Rules.of(rows), change)
+    others = [0, 1, 3]
+    alone = choose_from(logp[others], None, u[others], Rules.of([rows[i] for i in others]))
+    assert torch.equal(together.tokens[others], alone.tokens) and torch.equal(together.logprobs[others], alone.logprobs)
+    assert torch.equal(together.sampling[others], alone.sampling)
+    token = together.tokens[2]
+    assert token % 2 and together.logprobs[2] == logp[2, token] < together.sampling[2]
+
+
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-24])
 def test_the_ends_of_the_interval_never_choose_an_impossible_token(u):
     p = torch.zeros(3, 300)
