@@ -1,6 +1,8 @@
 """Sweeps: which runs there are, how they are named, and that each is trained once."""
 
+import json
 import os
+import re
 import signal
 import threading
 import time
@@ -12,6 +14,8 @@ from tests.launch.sweeping import FAILS, WAITS
 from tests.patience import patience
 from tilth.config.load import digest, load_recipe
 from tilth.core.errors import DataError, RecipeError
+from tilth.data.pairs import recipe_prompts
+from tilth.data.prompts import with_holdout
 from tilth.launch.sweep import SweepProcesses, devices, finished, plan_sweep, shares, split_values, value_of
 from tilth.runs.directory import RunDir
 from tilth.runs.signals import Interrupted
@@ -123,15 +127,58 @@ def test_a_folder_with_another_run_or_one_under_way_is_refused(here):
         plan_sweep("addition-grpo", ["algorithm.steps=7", *words], 2)
 
 
-def test_a_share_held_out_that_fits_the_data_makes_no_other_run(here):
-    words = ["run.name=mine", here]
-    run = plan_sweep("addition-grpo", words, 2).runs[0]
-    recipe = load_recipe("addition-grpo", run.overrides).replaced("data", holdout=0.3)
+def leave(recipe):
+    """A finished run of a recipe."""
     with RunDir.create(recipe, "addition-grpo") as directory:
         directory.end("finished")
+    return directory.path
+
+
+def test_a_share_held_out_that_fits_the_data_makes_no_other_run(here, tmp_path):
+    sums = [{"prompt": f"2+{n}=", "answer": str(n + 2)} for n in range(3)]  # none is in a tenth
+    (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    words = [f"data.source={tmp_path}/few.jsonl", "run.name=mine", here]
+    recipe = load_recipe("addition-grpo", plan_sweep("addition-grpo", words, 2).runs[0].overrides)
+    fitted = with_holdout(recipe, recipe_prompts(recipe))
+    assert fitted.data.holdout != recipe.data.holdout
+    leave(fitted)
     assert finished(plan_sweep("addition-grpo", words, 2).runs[0])
     with raises(RecipeError, "data.holdout"):
-        plan_sweep("addition-grpo", ["data.holdout=0.2", *words], 2)
+        plan_sweep("addition-grpo", ["data.holdout=0.15", *words], 2)
+
+
+def test_a_share_held_out_that_somebody_has_set_makes_another_run(here):
+    words = ["run.name=mine", here]
+    leave(load_recipe("addition-grpo", [*plan_sweep("addition-grpo", words, 2).runs[0].overrides, "data.holdout=0.3"]))
+    with raises(RecipeError, "data.holdout"):
+        plan_sweep("addition-grpo", words, 2)
+
+
+def test_a_run_that_an_earlier_version_has_named_otherwise_is_the_sweep_s(here):
+    words = ["optimizer.lr=1e-4,3e-4", "run.name=mine", here]
+    planned = plan_sweep("addition-grpo", words, 1).runs
+    path = leave(load_recipe("addition-grpo", [*planned[1].overrides, "run.name=mine-1"]))
+    found = plan_sweep("addition-grpo", words, 1).runs
+    assert [run.name for run in found] == [planned[0].name, "mine-1"] and finished(found[1])
+    assert load_recipe("addition-grpo", found[1].overrides).run.name == "mine-1"
+    text = (path / "recipe.toml").read_text()
+    (path / "recipe.toml").write_text(re.sub(r"(?m)^muon_lr_ratio = .*$", "", text))
+    state = json.loads((path / "run.json").read_text()) | {"digest": "f00d"}
+    (path / "run.json").write_text(json.dumps(state))
+    with raises(RecipeError, "optimizer.muon_lr_ratio"):  # it did not have that key
+        plan_sweep("addition-grpo", words, 1)
+
+
+def test_a_sweep_does_not_begin_again_unasked_under_another_name(here):
+    words, old = ["optimizer.lr=1e-4,3e-4", here], "addition-grpo-sweep-0ld"
+    run = plan_sweep("addition-grpo", words, 1).runs[0]
+    leave(load_recipe("addition-grpo", [*run.overrides, f"run.sweep={old}", f"run.name={old}-lr0.0001-seed0"]))
+    with raises(RecipeError, "run.name") as caught:
+        plan_sweep("addition-grpo", words, 1)
+    assert f"run.name={old} goes on" in str(caught.value)
+    assert [*map(finished, plan_sweep("addition-grpo", [*words, f"run.name={old}"], 1).runs)] == [True, False]
+    assert not any(map(finished, plan_sweep("addition-grpo", [*words, "run.name=new"], 1).runs))
+    assert len(plan_sweep("addition-grpo", ["optimizer.lr=2e-4,4e-4", here], 1).runs) == 2
 
 
 def train(sweep, parallel=1):

@@ -12,10 +12,10 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,6 +27,8 @@ from tilth.config.keys import find
 from tilth.config.load import digest, dump_value, given, load_recipe, recipe_name
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError
+from tilth.data.pairs import recipe_prompts
+from tilth.data.prompts import with_holdout
 from tilth.process.child import Child, how_ended
 from tilth.process.handlers import handling
 from tilth.process.output import OutputFile
@@ -129,8 +131,9 @@ def plan_sweep(name: str, overrides: Sequence[str], seeds: int | None) -> Sweep:
         raise RecipeError(f"{count} runs: a sweep has at most {MOST}; give fewer values or seeds", key="--seeds")
     base = load_recipe(name, [*fixed, *(f"{key}={values[0]}" for key, values in swept.items())])
     numbers = _seeds(base, swept, seeds)
-    title = base.run.name or f"{recipe_name(name)}-sweep-{_digest([given(name, fixed), [*swept]])}"
-    runs = tuple(_runs(name, base, title, fixed, swept, numbers))
+    stem = f"{recipe_name(name)}-sweep-"
+    title = base.run.name or f"{stem}{_digest([given(name, fixed), [*swept]])}"
+    runs = tuple(_begun(name, _runs(name, base, title, fixed, swept, numbers), title, "" if base.run.name else stem))
     if len(runs) < 2:
         raise RecipeError("there is but one run: give several values, as in optimizer.lr=1e-4,3e-4, or --seeds 3",
                           key="--seeds")  # fmt: skip
@@ -150,7 +153,8 @@ def _seeds(base: Recipe, swept: dict[str, list[str]], count: int | None) -> Sequ
 
 def _runs(
     name: str, base: Recipe, title: str, fixed: Sequence[str], swept: Mapping[str, Sequence[str]], seeds: Sequence[int]
-) -> Iterator[SweepRun]:
+) -> dict[str, SweepRun]:
+    """Return the runs by the digests of their recipes."""
     known, folder = dict[str, SweepRun](), Path(base.run.dir)
     short = [key.rpartition(".")[2] for key in swept]
     labels = [leaf if short.count(leaf) == 1 else key for key, leaf in zip(swept, short)]
@@ -169,7 +173,55 @@ def _runs(
             texts = ",".join(swept.get(key, map(str, seeds)))
             raise RecipeError(f"{key}={texts}: two of the values ask for the same run; give each once", key=key)
         _check(recipe, run)
+    return known
+
+
+def _begun(name: str, runs: Mapping[str, SweepRun], title: str, stem: str) -> Iterator[SweepRun]:
+    """Yield the runs; one that an earlier version has begun for this sweep under another name keeps that.
+
+    stem: begins the names that sweeps of this recipe have by themselves; "": the user has named this one. RecipeError:
+    nothing of a sweep without a name is there, but a run of another one with these settings.
+    """
+    there = {key for key, run in runs.items() if (run.path / "run.json").exists()}
+    names, moved = {run.name for run in runs.values()}, dict[str, Path]()
+    folder = next(iter(runs.values())).path.parent
+    for path, state in _of_sweeps(folder) if len(there) < len(runs) else ():
+        sweep, new = state["sweep"], bool(stem) and not there
+        if path.name in names or not (sweep == title or (new and sweep.startswith(stem))):
+            continue
+        if (key := _work_of(path, state, runs)) not in runs:
+            continue
+        if sweep != title:
+            raise RecipeError(
+                f"{path} of the sweep {sweep} has the settings of {runs[key].name}: run.name={sweep} goes on with that "
+                "sweep, run.name=NAME begins another one",
+                key="run.name",
+            )
+        moved[key] = path
+    for key, run in runs.items():
+        if key in moved and key not in there:
+            run = replace(run, path=moved[key], overrides=(*run.overrides, f"run.name={moved[key].name}"))
+            _check(load_recipe(name, run.overrides), run)
         yield run
+
+
+def _of_sweeps(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield folders of runs that are of a sweep, with their states."""
+    for path in sorted(file.parent for file in folder.glob("*/run.json")):
+        with suppress(DataError):  # it is damaged, and no run of this sweep has its name
+            state = read_state(path)
+            if isinstance(state.get("sweep"), str) and state["sweep"]:
+                yield path, state
+
+
+def _work_of(path: Path, state: Mapping[str, Any], known: Collection[str]) -> str:
+    """Return the digest of a run's recipe as this version has it; "": it cannot read that."""
+    if (found := state["digest"].partition("-")[0]) in known:
+        return str(found)
+    try:
+        return digest(load_recipe(str(path / "recipe.toml"), ["plugins=[]"]))
+    except RecipeError:  # written by a version with other keys
+        return ""
 
 
 def _label(value: str) -> str:
@@ -185,13 +237,14 @@ def _digest(value: object) -> str:
 
 def _check(recipe: Recipe, run: SweepRun) -> None:
     """Raise RecipeError if the folder of a run has another one. Data and code that a recipe names are checked by the
-    command of a run that is not finished."""
+    command of a run that is not finished. DataError: the data are needed, and cannot be read."""
     if not (run.path / "run.json").exists():
         return
     state = read_state(run.path)
-    changes = Identity(recipe, state.get("inputs", {})).changes(run.path, state)
-    if "holdout" not in recipe.data.model_fields_set:
-        changes.pop("data.holdout", None)  # a share that nobody has set fits the data, which are not read here
+    inputs = state.get("inputs", {})
+    changes = Identity(recipe, inputs).changes(run.path, state)
+    if "data.holdout" in changes:  # a share that nobody has set fits the data
+        changes = Identity(with_holdout(recipe, recipe_prompts(recipe)), inputs).changes(run.path, state)
     if changes:
         key, why = next(iter(changes.items()))
         raise RecipeError(f"{run.path} is another run: {why}; choose another name: run.name=NAME", key=key)

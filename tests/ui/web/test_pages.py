@@ -38,7 +38,7 @@ from tilth.ui.tokens import COLOURINGS, colour_of, numbers
 from tilth.ui.top import living
 from tilth.ui.web import views
 from tilth.ui.web.app import PageServer, make_app
-from tilth.ui.web.compare import interval, over_seeds, settings_of, student
+from tilth.ui.web.compare import interval, over_seeds, pages_of, settings_of, student
 from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
 from tilth.ui.web.views import lines_of
 
@@ -334,7 +334,7 @@ def test_an_interval_over_seeds_is_students():
         assert student(degrees) == pytest.approx(quantile, abs=1e-3)
 
 
-def test_a_sweep_is_a_tag_of_its_runs_and_compares_them_by_settings_the_best_first(tmp_path):
+def test_a_sweep_is_a_tag_of_its_runs_and_compares_them_by_settings_the_best_first(tmp_path, monkeypatch):
     for name, seed, rate in (("a", 1, 0.001), ("b", 2, 0.001), ("c", 1, 0.5), ("d", 2, 0.5), ("e", 1, 0.5)):
         fake_run(tmp_path, warmup=2, steps=5 + 5 * (rate < 0.5), seed=seed).rename(tmp_path / name)
         text = re.sub(r"(?m)^seed = .*$", f"seed = {seed}", (tmp_path / name / "recipe.toml").read_text())
@@ -350,6 +350,22 @@ def test_a_sweep_is_a_tag_of_its_runs_and_compares_them_by_settings_the_best_fir
     assert [row["seeds"] for row in found] == [[1, 2], [1, 2]] and found[0]["final"][0] > found[1]["final"][0]
     assert all([*row["values"]][-1].endswith("lr") for row in found)
     page_of(client, "/compare?sweep=no", 422)
+    monkeypatch.setattr("tilth.ui.web.compare.OF_SWEEP", 2)
+    for number, (there, gone) in enumerate([("ab", "cd"), ("cd", "ab")]):
+        text = client.get(f"/compare?sweep=rates&page={number}").text
+        assert all(f'href="/runs/{one}"' in text for one in there)
+        assert not any(f'href="/runs/{one}"' in text for one in gone)
+        words = page_of(client, f"/compare?sweep=rates&page={number}").words
+        assert "rates 4 runs" in words and f"2 runs on page {number + 1}, by their names: 1 2" in words
+        assert f'name="page" value="{number}"' in text
+
+
+def test_seeds_of_a_setting_are_on_one_page_of_a_sweep(monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.compare.OF_SWEEP", 3)
+    names = [f"s-{value}-seed{seed}" for seed in (0, 1, 10) for value in ("lr1", "lr1.5")] + ["s-lr2-seed0"]
+    pages = pages_of("s", names)
+    assert pages == [[f"s-{value}-seed{seed}" for seed in (0, 1, 10)] for value in ("lr1", "lr1.5")] + [["s-lr2-seed0"]]
+    assert [len(page) for page in pages_of("s", [f"s-seed{seed}" for seed in range(7)])] == [3, 3, 1]
 
 
 PLAIN, DRAWN = {"source": "a.jsonl"}, {"source": "b.jsonl", "transform": "shuffled"}

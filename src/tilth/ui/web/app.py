@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from tilth.core.errors import DataError, TilthError, parsing
 from tilth.process.access import PatientProtocol, Refusal, check_address, listen, refusal
 from tilth.ui.html import render, text_of
-from tilth.ui.web.compare import compare_page
+from tilth.ui.web.compare import compare_page, pages_of
 from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
 from tilth.ui.web.search import SORTS, Wanted, newest_step
 from tilth.ui.web.times import ReplayProcesses, health_page, lanes_of, time_page
@@ -270,10 +270,14 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
 
     @app.get("/compare")
     def compare(
-        run: Names = [], sweep: Text = "", q: Text = "", x: Axis = "step", smooth: Whole = 0, prompt: Text = ""  # noqa: B006
+        run: Names = [], sweep: Text = "", q: Text = "", x: Axis = "step", smooth: Whole = 0, prompt: Text = "",  # noqa: B006
+        page: Whole = 0,
     ) -> Response:  # fmt: skip
-        chosen = [runs.get(name) for name in (runs.of_sweep(sweep) if sweep else dict.fromkeys(run))]
-        return shown("compare.html", **compare_page(chosen, q, x, smooth, prompt, sweep))
+        pages = pages_of(sweep, runs.of_sweep(sweep)) if sweep else [[*dict.fromkeys(run)]]
+        page = min(page, len(pages) - 1)
+        found = compare_page([runs.get(name) for name in pages[page]], q, x, smooth, prompt, sweep)
+        kept = [("sweep", sweep), ("page", page)] if sweep else [("run", name) for name in pages[page]]
+        return shown("compare.html", page=page, pages=len(pages), total=sum(map(len, pages)), kept=kept, **found)
 
     @app.get("/runs/{name}")
     def one(name: str, q: Text = "", x: Axis = "step", smooth: Whole = 0) -> Response:

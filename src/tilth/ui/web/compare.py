@@ -5,7 +5,7 @@ import math
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from statistics import NormalDist
 from typing import Any
 
@@ -23,7 +23,7 @@ from tilth.ui.web.search import answers_to, prompts_of
 from tilth.ui.web.views import AXES, CHARTS, SHAPES, charts_of, points_of, row_of_run
 
 MOST, OF_SWEEP = 8, 64
-"""Most runs beside each other; of a sweep, of which the first ``MOST`` have curves and samples."""
+"""Most runs beside each other; on a page of a sweep, of which the first ``MOST`` have curves and samples."""
 PLACE = ("run.name", "run.dir", "run.sweep")
 """Keys that differ wherever runs do."""
 MACHINE = ("python", "cpu", "cores", "threads", "accelerator", "host")
@@ -39,13 +39,31 @@ TOKENS = 300
 Row = dict[str, Any]
 
 
+def pages_of(sweep: str, names: Sequence[str]) -> list[list[str]]:
+    """Return the runs of a sweep by page, the seeds of a setting beside each other and, unless they are more than
+    ``OF_SWEEP``, on one page. DataError: they are fewer than 2."""
+    if len(names) < 2:
+        raise DataError(f"compare 2 runs or more, sweep {sweep!r} has {len(names)}", key="run")
+    found = list[list[str]]()
+    for _, group in groupby(sorted(names, key=_by_setting), key=lambda name: _by_setting(name)[0]):
+        some = [*group]
+        for seeds in (some[at : at + OF_SWEEP] for at in range(0, len(some), OF_SWEEP)):
+            if not found or len(found[-1]) + len(seeds) > OF_SWEEP:
+                found.append([])
+            found[-1] += seeds
+    return found
+
+
+def _by_setting(name: str) -> tuple[str, int]:
+    setting, _, seed = name.rpartition("-seed")
+    return (setting, int(seed)) if seed.isdecimal() else (name, 0)
+
+
 def compare_page(runs: Sequence[FollowedRun], words: str, axis: str, smooth: int, prompt: str, sweep: str = "") -> Row:
-    """Return the contents of the page for some runs, or for those of a sweep, best settings first. DataError: they are
-    not 2 to ``MOST``, or one cannot be read."""
-    most = OF_SWEEP if sweep else MOST
-    if not 2 <= len(runs) <= most:
-        where = f"sweep {sweep!r} has {len(runs)}" if sweep else f"not {len(runs)}: /compare?run=A&run=B"
-        raise DataError(f"compare 2 to {most} runs, {where}", key="run")
+    """Return the contents of the page for some runs, or for a page of those of a sweep, best settings first. DataError:
+    they are not 2 to ``MOST``, or one cannot be read."""
+    if not sweep and not 2 <= len(runs) <= MOST:
+        raise DataError(f"compare 2 to {MOST} runs, not {len(runs)}: /compare?run=A&run=B", key="run")
     keys = [settings_of(run) for run in runs]
     seeds = over_seeds(runs, keys)
     order = {name: place for place, name in enumerate(name for row in seeds for name in row["runs"])} if sweep else {}
