@@ -168,10 +168,38 @@ def test_a_dockerfile_means_what_it_means_to_docker(tmp_path):
     assert call(made, 'echo "$C$LONG"').strip() == "a value = of words"
 
 
+BUILT = """ARG TAG=24.04 SIDE=out
+FROM ubuntu:$TAG
+ARG A=1
+ENV B=env
+ARG B=arg C="two words" EMPTY
+RUN echo "$A-$B-$C-$EMPTY$TAG-$SIDE" > said
+ARG SIDE
+ARG A=2
+ARG D=$A
+RUN echo "$A-$D-$SIDE" >> said
+ENV A=kept LAST=$C
+ARG A=late
+RUN echo "$A" >> said
+"""
+
+
+def test_an_arg_is_there_while_building_behind_its_line_and_an_env_wins(tmp_path):
+    make(tmp_path, BUILT)
+    made, _ = episode(tmp_path)
+    assert call(made, "cat said").split("\n")[:3] == ["1-env-two words--", "2-2-out", "kept"]
+    assert call(made, 'echo "$A-$B-$LAST-$C$D$SIDE$TAG"; env').startswith("kept-env-two words-\n")
+    assert not {"C", "D", "SIDE", "TAG", "EMPTY", "outside_SIDE"} & {
+        line.partition("=")[0] for line in call(made, "env").split("\n")
+    }
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "FROM scratch",
+        "ARG",
+        'ENV A="x',
         "RUN --mount=type=cache,target=/x make",
         "COPY --from=build /a /b",
         "ADD https://example.com/x /x",

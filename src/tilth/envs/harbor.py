@@ -52,7 +52,7 @@ add() { (IFS=; cd /work/environment; while [ $# -gt 1 ]; do for one in ./$1; do
 """
 """Functions for COPY and ADD. Without a word's separators the one thing that happens to its text is that it is a
 pattern, of hidden files too, and a leading slash is of the folder that is copied from."""
-IGNORED = {"FROM", "USER", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "MAINTAINER"}
+IGNORED = {"USER", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "MAINTAINER"}
 """Instructions of a Dockerfile that are left out: there is no image, one user, and nothing starts by itself."""
 QUOTE = r"""(?<!\\)["']"""
 """Quotes that Docker takes away."""
@@ -60,6 +60,8 @@ MARKS = r"""[`\\"']|\$(?![A-Za-z_]|\{[A-Za-z_])"""
 """What a word may not have: it would mean another thing to a shell."""
 ARCHIVE = r"(?i)\S+(://|\.(tar|t[agblx]z2?|tzst)\b)\S*"
 """What ADD would fetch or unpack."""
+WORD = r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^\s"'\\])+"""
+"""Word of a line, with what is in quotes."""
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
 BYTES = 64 << 20
 """Most bytes of an episode's files."""
@@ -120,7 +122,34 @@ def steps_of(dockerfile: str) -> list[str]:
     lines = [line.strip() for line in re.sub(r"\\[ \t]*\n", "", text).splitlines() if line.strip()]
     if sum(line.split()[0].upper() == "FROM" for line in lines) > 1:
         raise ValueError("has several stages (FROM), of which the sandbox builds none; write one")
-    return [step for line in lines for step in _steps(*re.split(r"\s+", line, maxsplit=1))]
+    steps, env, arg, outside = list[str](), {*VARIABLES}, set[str](), set[str]()
+    for line in lines:
+        word, *rest = re.split(r"\s+", line, maxsplit=1)
+        if (name := word.upper()) == "FROM":  # what is before it is seen behind it where it is named again
+            outside, arg = arg, set()
+            steps += [f'outside_{one}="${one}"; unset {one}' for one in sorted(outside)]
+        elif name in ("ENV", "ARG"):  # an ENV wins over an ARG, which is there while building only
+            given = {key: text for key, text in _assigned(name, *rest).items() if name == "ENV" or key not in env}
+            again = {key: f'{key}="$outside_{key}"' for key, text in given.items() if key == text and key in outside}
+            steps += [f"export {' '.join((given | again).values())}"] if given else []
+            (env if name == "ENV" else arg).update(given)
+        else:
+            steps += _steps(name, *rest)
+    return [*steps, *(f"unset {one}" for one in sorted(arg - env))]
+
+
+def _assigned(name: str, rest: str = "") -> dict[str, str]:
+    """Return the variables of an ENV or ARG, each with what a shell exports. ValueError: a shell reads it otherwise."""
+    key, *value = re.split(r"\s+", rest, maxsplit=1)
+    plain = name == "ENV" and "=" not in key  # ENV KEY VALUE
+    bare = "" if plain else re.sub(r""""[^"]*"|'[^']*'""", "", rest)
+    if found := re.search(r"`|\$\(", rest) or re.search(r"[&;|<>()~]", bare):
+        raise ValueError(f"{name} {rest[:60]}: {found[0]!r} means another thing to a shell; put it into quotes")
+    if plain:
+        return {key: f'{key}="{re.sub(QUOTE, "", "".join(value))}"'}
+    if not rest or (left := re.sub(WORD, "", rest).strip()):
+        raise ValueError(f"{name} {rest[:60]}: {left if rest else 'nothing'!r} is no variable; write {name} KEY=VALUE")
+    return {one.partition("=")[0]: one for one in re.findall(WORD, rest)}
 
 
 def _exact(rest: str) -> list[str] | None:
@@ -132,8 +161,7 @@ def _exact(rest: str) -> list[str] | None:
     return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else None
 
 
-def _steps(word: str, rest: str = "") -> list[str]:
-    name = word.upper()
+def _steps(name: str, rest: str = "") -> list[str]:
     if name in IGNORED:
         return []
     flags = re.match(r"(--[a-z-]+(?:=\S*)?\s+)*", rest)
@@ -158,14 +186,7 @@ def _steps(word: str, rest: str = "") -> list[str]:
     if name == "WORKDIR":
         to = _word(name, rest)
         return [f"mkdir -p {to}; cd {to}"]
-    if name in ("ENV", "ARG"):
-        key, *value = re.split(r"\s+", rest, maxsplit=1)
-        plain = name == "ENV" and "=" not in key  # ENV KEY VALUE
-        bare = "" if plain else re.sub(r""""[^"]*"|'[^']*'""", "", rest)
-        if found := re.search(r"`|\$\(", rest) or re.search(r"[&;|<>()~]", bare):
-            raise ValueError(f"{name} {rest[:60]}: {found[0]!r} means another thing to a shell; put it into quotes")
-        return [f'export {key}="{re.sub(QUOTE, "", "".join(value))}"' if plain else f"export {rest}"]
-    raise ValueError(f"{word}: there is no such instruction, or the sandbox cannot follow it")
+    raise ValueError(f"{name}: there is no such instruction, or the sandbox cannot follow it")
 
 
 def _word(name: str, text: str) -> str:
