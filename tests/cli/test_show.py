@@ -74,7 +74,28 @@ def test_table(run):
     assert found["state"] == "finished" and found["steps"].startswith("2 in 0:0")
     assert found["held-out accuracy"] == "75.0 % after 2 steps of GRPO"  # the first was after a step
     assert found["rewards missing"].startswith("2, ") and "2e-06" in found["log-prob mismatch"]
-    assert "generation" not in found  # nothing was measured
+    assert "generation" not in found and "versions behind" not in found  # nothing was measured
+
+
+def test_samples_that_are_behind_and_their_lengths(tmp_path):
+    recipe = load_recipe("addition-grpo", [f"run.dir={tmp_path}"])
+    ends = {"samples/finished": 8.0, "samples/consumed": 6.0, "length/consumed": 10.0, "samples": 6.0}
+    steps = [
+        {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/tokens/0": 60.0, "length/finished": 10.0},
+        {"staleness/mean": 9.0, "staleness/max": 12.0, "staleness/tokens/1": 30.0, "staleness/tokens/12": 10.0}
+        | {"length/finished": 20.0, "samples/dropped": 2.0, "length/dropped": 50.0},
+    ]
+    with RunDir.create(recipe, "addition-grpo") as directory:
+        for number, more in enumerate(steps, 1):
+            directory.commit_step({"step": number, "phase": "grpo", **ends, **more})
+        directory.end("finished")
+    lines = dict(line.split("  ", 1) for line in show(directory.path).splitlines())
+    assert lines["versions behind"].strip() == "mean 4.5, at most 12"
+    assert lines["tokens by them"].strip() == "0: 60 %, 1: 30 %, 8 and more: 10 %"
+    said = "16 ended, 15.0 tokens long; 12 learned from, 10.0 tokens long; 2 dropped, 50.0 tokens long"
+    assert lines["samples"].strip() == said
+    found = json.loads(show(directory.path, "--json"))["behind"]
+    assert found["tokens"] == {"0": 60, "1": 30, "12": 10} and found == summarise(directory.path)["behind"]
 
 
 def test_a_directory_that_is_no_run(tmp_path):

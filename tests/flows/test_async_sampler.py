@@ -22,7 +22,7 @@ from tilth.flows.replicas import Replicas
 from tilth.launch.life import _roll_back
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.events import EVENTS, RunReplay, read_events
-from tilth.runs.readers import read_metrics
+from tilth.runs.readers import read_metrics, summarise
 from tilth.runs.state import Intervals, RunState
 
 TIMED = ("fully_async/buffer", "fully_async/trainer", "fully_async/rollouter")
@@ -87,7 +87,12 @@ def test_samples_are_within_the_bound_and_consumed_once(tmp_path, staleness, ord
     assert any(record["fully_async/partial/partial_ratio"] > 0 for record in records)
     for i, record in enumerate(records):
         limit = 12 * (min(i + (2 if staleness == "free" else staleness + 1), 6))
-        assert record["samples/begun"] <= limit and record["samples"] == 12
+        assert record["samples/begun"] <= limit and record["samples"] == record["samples/consumed"] == 12
+    ages = summarise(result.directory)["behind"]
+    chosen = sum(sum(row["mask"]) for row in rows(result).values())
+    assert ages["max"] == max(behind) and sum(ages["tokens"].values()) == chosen
+    assert ages["samples"] == {"finished": 72, "consumed": 72, "dropped": 0}
+    assert ages["lengths"]["finished"] == pytest.approx(ages["lengths"]["consumed"])
 
 
 @pytest.mark.slow

@@ -360,7 +360,9 @@ class AsyncSampler(Sampler):
         tokens, spans, behind = Counter[int](), list[int](), list[int]()
         for _, flight in taken:
             add("fully_async/buffer/age_seconds", now - flight.since)
+            add("samples/consumed", float(len(flight.ended)))
             for one in flight.ended.values():
+                add("length/consumed", float(sum(one.chosen)))
                 ages = _tokens_by_age(one, ledger)
                 tokens.update(ages)
                 behind.append(max(ages, default=0))

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,6 +34,10 @@ _NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 _BRIEF = ("step", "kind", "ranks", "action", "replaced", "lost", "seconds")
 BALANCE = ("balance/spread", "balance/idle", "padding")
 """Metrics whose means over all steps are in a summary."""
+_AGES = "staleness/tokens/"
+"""Family of metrics with the tokens that were so many versions behind."""
+_FATES = ("finished", "consumed", "dropped")
+"""What becomes of a sample under ``rollout.staleness``, as metrics name it."""
 HOUR = 3600.0
 _LONG_AGO = "1970-01-01T00:00:00Z"
 
@@ -254,10 +258,11 @@ def _change(begin: Record | None, last: Record, metric: str) -> tuple[float, flo
 @dataclass(frozen=True)
 class StepRecords:
     """Committed steps as ``summarise`` reads them. key: at least the first two, the last of each phase, and those with
-    an evaluation, in order; pairs: of two metrics, in each step that measured the first one."""
+    an evaluation, in order; pairs: of two metrics, in each step that measured the first one; names: of all metrics."""
 
     key: Sequence[Record]
     pairs: Callable[[str, str], Sequence[tuple[float, float | None]]]
+    names: Callable[[], Collection[str]]
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric in the order of steps."""
@@ -270,7 +275,8 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
     accuracy_first: held-out accuracy where the main phase began, after a warm-up; accuracy_start: before the very first
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
     neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
-    steps. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range.
+    steps. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range. behind: of
+    samples under ``rollout.staleness``.
     """
     state, survived = read_state(run), read_recoveries(run)
     steps = steps or _all_steps(read_metrics(run))
@@ -306,6 +312,7 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
         "tokens_per_second_generate": _weighted(steps.pairs("tokens_per_second/generate", "time/generate")),
         "tokens_per_second_train": _weighted(steps.pairs("tokens_per_second/train", "time/update")),
         **{name.replace("/", "_"): _mean(values(name)) for name in BALANCE},
+        "behind": _behind(steps),
         "mismatch_max": max(values("mismatch/max"), default=None),
         "mismatch_mean": max(values("mismatch/mean"), default=None),
         "rewards_missing": int(sum(values("reward/missing"))),
@@ -324,7 +331,23 @@ def _all_steps(records: Sequence[Record]) -> StepRecords:
     def pairs(name: str, beside: str) -> list[tuple[float, float | None]]:
         return [(float(r[name]), r.get(beside)) for r in records if r.get(name) is not None]
 
-    return StepRecords(records, pairs)
+    return StepRecords(records, pairs, lambda: {name for record in records for name in record})
+
+
+def _behind(steps: StepRecords) -> Record | None:
+    """Return how far samples were behind the policy, and what became of them; None without ``rollout.staleness``.
+
+    mean, max: versions; tokens: versions behind -> number; samples, lengths: of those that ended, were learned from and
+    were dropped: number, and mean tokens of their completions.
+    """
+    if not (behind := steps.values("staleness/max")):
+        return None
+    ages = sorted(int(age) for name in steps.names() if (age := name.removeprefix(_AGES)) != name and age.isdecimal())
+    counts = {name: int(sum(steps.values(f"samples/{name}"))) for name in _FATES}
+    lengths = {name: _weighted(steps.pairs(f"length/{name}", f"samples/{name}")) for name in _FATES}
+    tokens = {str(age): int(sum(steps.values(f"{_AGES}{age}"))) for age in ages}
+    mean = _weighted(steps.pairs("staleness/mean", "samples"))
+    return {"mean": mean, "max": max(behind), "tokens": tokens, "samples": counts, "lengths": lengths}
 
 
 def _mean(values: Sequence[float]) -> float | None:

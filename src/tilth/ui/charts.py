@@ -65,6 +65,7 @@ CATALOGUE = (
     Chart("Loss", (Line("loss", "clay"),), "number"),
     Chart("Completion length", (Line("length/mean", "sun", "mean"), Line("length/max", "soil", "longest"),
                                 Line("length/finished", "sky", "ended in the step"),
+                                Line("length/consumed", "leaf", "learned from"),
                                 Line("length/dropped", "clay", "dropped")), "count",
           "Tokens that the policy chose."),
     Chart("Staleness", (Line("staleness/mean", "sky", "mean"), Line("staleness/max", "clay", "greatest")), "number",

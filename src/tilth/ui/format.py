@@ -8,6 +8,8 @@ from tilth.config.flows import FLOWS
 from tilth.plan.steps import size as plan_size
 
 PHASES = {"warmup": "warm-up", "values": "critic"}  # phases that are not flows
+FATES = {"finished": "ended", "consumed": "learned from", "dropped": "dropped"}  # of samples that may be behind
+AGES = 8  # versions behind that are told apart
 
 
 def plain(text: str, newline: str = "\n") -> str:
@@ -156,6 +158,26 @@ def survived(recovery: Mapping[str, Any]) -> str:
 def outcome(recovery: Mapping[str, Any]) -> str:
     """Return in a word if the run went on after a failure."""
     return "ended by" if recovery.get("action") == "stop" else "survived"
+
+
+def behind(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return names and values of how far samples were behind the policy, and of their lengths; none for a synchronous
+    run."""
+    if not found:
+        return []
+    ages = {int(age): count for age, count in found["tokens"].items()}
+    total = sum(ages.values()) or 1
+    shares = [f"{age}: {part(count / total)}" for age, count in ages.items() if age < AGES]
+    if older := sum(count for age, count in ages.items() if age >= AGES):
+        shares.append(f"{AGES} and more: {part(older / total)}")
+    versions = f"mean {number(found['mean'])}, at most {number(found['max'])}"
+    counts, lengths = found["samples"], found["lengths"]
+    ends = [
+        f"{counts[name]:,} {fate}" + ("" if lengths[name] is None else f", {lengths[name]:.1f} tokens long")
+        for name, fate in FATES.items()
+        if counts[name] or name == "dropped"  # older runs have not measured all
+    ]
+    return [("versions behind", versions), ("tokens by them", ", ".join(shares)), ("samples", "; ".join(ends))]
 
 
 def updated(update: Mapping[str, Any]) -> str:

@@ -53,7 +53,9 @@ def agents(root, name="agents"):
                 }
             )  # fmt: skip
         run.trajectories.add(pa.Table.from_pylist(rows, schema=COLUMNS))
-        run.commit_step({"step": 1, "phase": "grpo", "reward/mean": 0.4, "staleness/mean": 1.0})
+        behind = {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/tokens/0": 9.0, "staleness/tokens/2": 3.0}
+        ends = {"samples": 4.0, "samples/finished": 5.0, "length/finished": 4.5, "samples/dropped": 1.0}
+        run.commit_step({"step": 1, "phase": "grpo", "reward/mean": 0.4, **behind, **ends})
         run.end("finished")
         return run.path
 

@@ -203,6 +203,13 @@ def test_numbers_are_those_of_the_summary(client, folder):
 # ---- curves ----
 
 
+def test_how_far_samples_were_behind_and_their_lengths_are_shown(client):
+    words = page_of(client, "/runs/agents").words
+    assert "versions behind mean 1, at most 2" in words and "0: 75 %, 2: 25 %" in words
+    assert "5 ended, 4.5 tokens long; 1 dropped" in words
+    assert "versions behind" not in page_of(client, "/runs/ranks").words
+
+
 def test_curves_are_the_metrics_along_each_axis(client, folder):
     records = read_metrics(folder / "sums-a-001")
     found = client.get("/curves.json?run=sums-a-001&metric=loss&metric=reward/mean").json()["lines"]

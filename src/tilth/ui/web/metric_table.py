@@ -175,7 +175,7 @@ class MetricTable:
     def steps(self) -> StepRecords:
         """Return the steps as ``summarise`` reads them."""
         if not self._rows:
-            return StepRecords([], lambda name, beside: [])
+            return StepRecords([], lambda name, beside: [], list)
         wanted = np.zeros(self._rows, bool)
         wanted[[*range(min(2, self._rows)), -1, *(row for _, row in self.phase_ends())]] = True
         codes = self.column("phase")
@@ -183,7 +183,7 @@ class MetricTable:
         for name in self.names:
             if name.startswith(EVALUATED):
                 wanted |= ~np.isnan(self.column(name))
-        return StepRecords([self.record(int(row)) for row in np.flatnonzero(wanted)], self._pairs)
+        return StepRecords([self.record(int(row)) for row in np.flatnonzero(wanted)], self._pairs, lambda: self.names)
 
     def _pairs(self, name: str, beside: str) -> list[tuple[float, float | None]]:
         values, other = self.column(name), self.column(beside)
