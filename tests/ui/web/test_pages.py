@@ -36,7 +36,7 @@ from tilth.runs.readers import read_metrics, read_state, read_trajectories, summ
 from tilth.ui.listing import rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
 from tilth.ui.top import living
-from tilth.ui.web import views
+from tilth.ui.web import times, views
 from tilth.ui.web.app import PageServer, make_app
 from tilth.ui.web.compare import interval, over_seeds, pages_of, settings_of, student
 from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
@@ -455,6 +455,25 @@ def test_health_has_a_heat_map_and_the_verdicts(client):
     page = page_of(client, "/runs/ranks/health")
     cells = [a["style"] for n, a in page.seen if n == "td" and "style" in a]
     assert cells and len(set(cells)) > 1 and "warning: slow" in page.words and "dp=1" in page.words
+
+
+def test_pictures_of_the_newest_steps_are_made_anew_where_events_or_clocks_were_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.app.SECONDS", 0.0)
+    run, other = made.ranks(tmp_path / "runs"), made.ranks(tmp_path / "others", slow=1.0)
+    client, compute, read = client_of(tmp_path / "runs")[0], times.account, []
+    monkeypatch.setattr(times, "account", lambda *given: read.append(1) or compute(*given))
+    for view in ("time", "health", "time", "health"):
+        assert "slow: rank 1" in page_of(client, f"/runs/ranks/{view}").words
+    assert len(read) == 2
+    rounds = run / "events" / "attempt-1-clocks.jsonl"
+    with open(rounds, "ab") as file:
+        file.write(b"\n")
+    page_of(client, "/runs/ranks/time")
+    assert len(read) == 3
+    for file in (other / "events").glob("*.parquet"):
+        file.rename(run / "events" / file.name)
+    for view in ("time", "health"):
+        assert "slow: rank 1" not in page_of(client, f"/runs/ranks/{view}").words
 
 
 @pytest.mark.slow

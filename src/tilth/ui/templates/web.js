@@ -221,7 +221,7 @@ let busy = false, again = false, drawn = performance.now(), later = null;
 const update = async news => {
   if (busy) { again = true; return; }
   busy = true;
-  const began = performance.now(), wait = drawn + (unread() || health() ? 700 : 5000) - began;
+  const began = performance.now(), wait = drawn + (unread() ? 700 : health() ? 2000 : 5000) - began;
   try {
     await grow(all('figure.plotted[data-drawn]').filter(figure => figure.dataset.seen), news);
     const live = document.querySelector('[data-live]');  // news have the other parts

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from tilth.analysis.read import parts, read_events
 from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import CONTROLLER, PEERS, STAGES, Account, account
 from tilth.core.errors import DataError
+from tilth.data.cache import FileState, file_state
 from tilth.process.child import Child
 from tilth.runs.readers import HOUR, ettr, read_recoveries, read_warnings
-from tilth.trace.clock_samples import events_folder, read_rounds
+from tilth.trace.clock_samples import events_folder, read_rounds, rounds_path
 from tilth.ui import format
 from tilth.ui.heat import colour
 from tilth.ui.report import workers_of
@@ -37,6 +39,8 @@ TORN = 1 << 60
 """Last step of a file that cannot be read: its process was killed while it wrote."""
 EVENTS = 1_500_000
 """Most events that are read for a page."""
+KEPT = 16
+"""Most runs whose pictures of the newest steps are kept."""
 SECONDS = 60.0
 """Seconds that a replay may take."""
 Row = dict[str, Any]
@@ -85,7 +89,25 @@ def _last_step(path: Path) -> int:
 
 def time_page(run: FollowedRun, steps: range | None) -> Row:
     """Return pictures of the time of some steps, and which ranks are slow. DataError: there are no events of them."""
-    events, known = read_steps_of(run.path, steps)
+    made = _newest_times(run.path, _events_state(run)) if steps is None else _times(run.path, steps)
+    return made | {"warned": [first_line(one) for one in read_warnings(run.path) if one["kind"] == "slow"]}
+
+
+def _events_state(run: FollowedRun) -> tuple[FileState, ...]:
+    """Return what changes where events or clocks of the newest attempt are written: files of events are renamed into
+    their folder."""
+    folder = events_folder(run.path)
+    return file_state(folder), file_state(rounds_path(folder, int(run.state().get("attempt") or 0)))
+
+
+@lru_cache(KEPT)
+def _newest_times(run: Path, state: tuple[FileState, ...]) -> Row:
+    """Return ``_times`` of the newest steps, computed anew where events were written. state: ``_events_state``."""
+    return _times(run, None)
+
+
+def _times(run: Path, steps: range | None) -> Row:
+    events, known = read_steps_of(run, steps)
     found = account(events, known)
     usual, longest = typical(found)
     ranks = [found.ranks[i] for i in chosen(found, LANES)]
@@ -94,7 +116,6 @@ def time_page(run: FollowedRun, steps: range | None) -> Row:
         "timeline": timeline(events, usual, "A typical step", ranks), "usual": usual, "longest": longest,
         "health": health(found) if len(found.ranks) > 1 else "", "slow": slow_ranks(found), "idle": idle_share(found),
         "steps": list(zip(found.steps.tolist(), found.seconds.tolist()))[-NEWEST:], "attempt": found.attempt,
-        "warned": [first_line(one) for one in read_warnings(run.path) if one["kind"] == "slow"],
         "step": float(np.median(found.seconds)),
     }  # fmt: skip
 
@@ -139,7 +160,7 @@ def health_page(run: FollowedRun) -> Row:
     findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
     return {
         "look": look, "workers": [_worker(row) for row in living(look.state)], "used": workers_of(state),
-        "heat": heat(run.path),
+        "heat": heat(run.path, _events_state(run)),
         "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
         "ettr": ettr(state, survived, end), "hour": ettr(state, survived, end, HOUR), "state": state,
         "lost": sum(one["lost"] + one["seconds"] for one in survived), "count": len(survived),
@@ -159,8 +180,12 @@ def _worker(row: Mapping[str, Any]) -> Row:
     return {**row, "late": late, "doing": ": ".join(dict.fromkeys(doing)) or "between calls", "beat": beat}
 
 
-def heat(run: Path) -> Row | None:
-    """Return the time of ranks in each part of the newest steps over the median of the ranks; None without peers."""
+@lru_cache(KEPT)
+def heat(run: Path, state: tuple[FileState, ...]) -> Row | None:
+    """Return the time of ranks in each part of the newest steps over the median of the ranks; None without peers.
+
+    state: ``_events_state``, of which it is computed anew.
+    """
     try:
         events, steps = read_steps_of(run, None)
     except DataError:
