@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tilth.core.layout import Mesh
-from tilth.guard.stacks import aggregated, hosts, main_thread, shared_group
+from tilth.guard.diagnosis import aggregated, hosts, main_thread, shared_group
 
 FRAMES = {
     "sync": 'File "/venv/torch/distributed/distributed_c10d.py", line 3128 in all_reduce',
