@@ -15,7 +15,7 @@ from tests.cli.kept import add, call, flip, groups, make_run, objects, refused, 
 from tests.examples import examples
 from tests.memory import start_tracing
 from tests.roles import small
-from tilth.cli import ckpt_show
+from tilth.cli import ckpt
 from tilth.models.hf import save_pretrained
 from tilth.runs.tensors import SourceTensor, TensorSource, blocks, compare, different, distances
 
@@ -132,16 +132,16 @@ def test_what_is_within_the_tolerance_is_not_called_the_same():
     a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.25, 3.0])
     found = compare(source({"x": a, "y": a}), source({"x": b, "y": a + 1}), 0.5)
     assert [one.name for one in found.tensors] == ["y"] and found.within == 0.25
-    assert ckpt_show._lines(found)[-1].endswith("1 are within the tolerance (at most 0.25 apart)")
+    assert ckpt._lines(found)[-1].endswith("1 are within the tolerance (at most 0.25 apart)")
     none = compare(source({"x": a}), source({"x": a + 1}), 0.5)
-    assert ckpt_show._lines(none)[-1].endswith("0 are within the tolerance")
+    assert ckpt._lines(none)[-1].endswith("0 are within the tolerance")
     assert compare(source({"x": torch.zeros(0)}), source({"x": torch.zeros(0)}), 0.5).within == 0.0
     assert compare(source({"x": torch.tensor(math.inf)}), source({"x": torch.tensor(0.0)}), math.inf).within is None
 
 
 def test_the_same_values_in_another_dtype():
     a = torch.tensor([1.0, 0.5])
-    text = ckpt_show._lines(compare(source({"x": a, "y": a}), source({"x": a.bfloat16(), "y": a}), None))
+    text = ckpt._lines(compare(source({"x": a, "y": a}), source({"x": a.bfloat16(), "y": a}), None))
     assert any("1 tensors have another dtype and the same values, as x" in str(line) for line in text)
     assert text[-1].endswith("1 are the same, 1 but for their dtype")
 

@@ -21,7 +21,7 @@ from tests.flows import tiny
 from tests.launch.test_supervisor import RECIPE, supervisor_in
 from tests.launch.test_survive import assert_same_run
 from tests.patience import patience
-from tilth.cli import guard_update
+from tilth.cli import guard
 from tilth.cli.main import GuardUpdateCommand
 from tilth.config import plugins as user_code
 from tilth.config.load import all_differences, dump_toml, load_recipe
@@ -218,26 +218,26 @@ def test_every_key_that_makes_another_run_is_refused_with_its_reason(active):
         check(shape(), shape(), {"critic.lora.rank": "critic.lora.rank was 2 and is 4"})
     for fixed, override in OTHER.items():
         with pytest.raises(RecipeError) as refused:
-            guard_update.update(GuardUpdateCommand(active, [override], now=False))
+            guard.update(GuardUpdateCommand(active, [override], now=False))
         assert refused.value.key.startswith(fixed) and FIXED[fixed] in str(refused.value)
     with raises(RecipeError, "algorithm.kl_coef"):  # it would lose its reference
-        guard_update.update(GuardUpdateCommand(active, ["algorithm.kl_coef=0"], now=False))
+        guard.update(GuardUpdateCommand(active, ["algorithm.kl_coef=0"], now=False))
     with raises(RecipeError, "plugins"):
-        guard_update.update(GuardUpdateCommand(active, [f'plugins=["{PLUGIN}"]'], now=False))
+        guard.update(GuardUpdateCommand(active, [f'plugins=["{PLUGIN}"]'], now=False))
     with raises(RecipeError, "optimizer.lrr"):
-        guard_update.update(GuardUpdateCommand(active, ["optimizer.lrr=1"], now=False))
+        guard.update(GuardUpdateCommand(active, ["optimizer.lrr=1"], now=False))
     same = f"optimizer.lr={shape().optimizer.lr}"
     with raises(RecipeError, "optimizer.lr"):
-        guard_update.update(GuardUpdateCommand(active, [same], now=False))
+        guard.update(GuardUpdateCommand(active, [same], now=False))
     with raises(PluginError, "nowhere.py"):
-        guard_update.update(GuardUpdateCommand(active, [], ["nowhere.py"], now=False))
+        guard.update(GuardUpdateCommand(active, [], ["nowhere.py"], now=False))
     assert not read_updates(active)
 
 
 def test_requests_are_numbered_and_later_ones_hold_earlier_ones(active, capsys):
-    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5", "model.dropout=0.1"], now=False))
-    guard_update.update(GuardUpdateCommand(active, ["policy.layout.zero=2"], now=True, as_json=True))
-    guard_update.update(GuardUpdateCommand(active, now=False))
+    guard.update(GuardUpdateCommand(active, ["optimizer.lr=0.5", "model.dropout=0.1"], now=False))
+    guard.update(GuardUpdateCommand(active, ["policy.layout.zero=2"], now=True, as_json=True))
+    guard.update(GuardUpdateCommand(active, now=False))
     assert json.loads(capsys.readouterr().out.splitlines()[1])["number"] == 2
     first, second, third = read_updates(active)
     assert [one.number for one in (first, second, third)] == [1, 2, 3] and second.urgent and not first.urgent
@@ -260,7 +260,7 @@ def test_requests_are_numbered_and_later_ones_hold_earlier_ones(active, capsys):
 def test_a_run_that_cannot_take_an_update_says_why(active, state, key):
     (active / "run.json").write_text(json.dumps(json.loads((active / "run.json").read_text()) | state))
     with raises(DataError, key):
-        guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
+        guard.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
 
 
 def test_code_is_kept_with_what_it_imports_from_its_folder(tmp_path):
@@ -310,7 +310,7 @@ def supervised(active, monkeypatch):
     one._server = Server()
     monkeypatch.setattr(one, "_serve", Server)
     Inherited(str(active)).enter(active)
-    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5", "guard.restarts=3"], now=False))
+    guard.update(GuardUpdateCommand(active, ["optimizer.lr=0.5", "guard.restarts=3"], now=False))
     return one
 
 
@@ -329,8 +329,8 @@ def test_an_update_that_fails_before_its_first_commit_goes_back_to_the_former_ke
 
 
 def test_the_code_of_tilth_comes_with_another_fork_server(supervised, active):
-    guard_update.update(GuardUpdateCommand(active, now=False))
-    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.6"], now=False))
+    guard.update(GuardUpdateCommand(active, now=False))
+    guard.update(GuardUpdateCommand(active, ["optimizer.lr=0.6"], now=False))
     server = supervised._server
     handed = supervised._with_updates(Inherited(str(active), str(active)))
     assert server.killed and supervised._server is not server and handed.tried == 3
@@ -349,7 +349,7 @@ def test_updates_are_in_force_with_their_first_commit_or_undone_with_those_that_
 
         def ask(*overrides):
             change = RecipeChange(0, overrides)
-            guard_update.request(directory.path, Update(change, {"a": "a is new"}, 8, True, "me", utc_now()))
+            guard.request(directory.path, Update(change, {"a": "a is new"}, 8, True, "me", utc_now()))
 
         def states():
             directory.flush()
@@ -382,7 +382,7 @@ def test_changes_of_tables_are_allowed_by_the_table():
 
 
 def test_an_update_is_json_and_back(active):
-    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
+    guard.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
     (one,) = read_updates(active)
     assert json.loads(path_of(active, 1).read_text())["change"]["overrides"] == ["optimizer.lr=0.5"]
     assert one.change == RecipeChange(1, ("optimizer.lr=0.5",), ("optimizer.lr",))
@@ -416,7 +416,7 @@ def is_subreaper():
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(active, monkeypatch, asked):
-    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
+    guard.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
     one = supervisor_in(active)
     controllers = Asked(one, active, asked)
     for name, what in (("_serve", Server), ("_wait", lambda: 0), ("_control", controllers)):
@@ -432,7 +432,7 @@ def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(ac
 
 
 def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active):
-    guard_update.update(GuardUpdateCommand(active, ["guard.hang_after=33"], now=True))
+    guard.update(GuardUpdateCommand(active, ["guard.hang_after=33"], now=True))
     handed = supervised._with_updates(Inherited(str(active), str(active)))
     assert (supervised._recovery.restarts, supervised._hang_after) == (3, 33.0)
     supervised._with_updates(supervised._undo(supervised._trying, "it is broken"))
@@ -455,7 +455,7 @@ def test_a_module_that_has_changed_is_no_plugin_to_go_back_from(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     said = []
     with RunDir.create(shape(), "demo") as directory:
-        guard_update.request(directory.path, Update(RecipeChange(0, ("optimizer.lr=1",)), {}, 8, True, "me", utc_now()))
+        guard.request(directory.path, Update(RecipeChange(0, ("optimizer.lr=1",)), {}, 8, True, "me", utc_now()))
         updates = HotUpdates(Inherited(str(tmp_path), change=NONE), directory, ["mod"], lambda workers: True)
         updates._taken = True
         going = SimpleNamespace(say=said.append, state=SimpleNamespace(step=4))

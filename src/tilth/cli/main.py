@@ -275,7 +275,7 @@ class ExportCommand(NamedTuple):
     adapter: AdapterOption = False
 
 
-@command("expand", "expand:expand")
+@command("expand", "export:expand")
 class ExpandCommand(NamedTuple):
     """Write a larger model that computes the same function, from which a run goes on (LEMON, arXiv 2310.07999).
 
@@ -431,7 +431,7 @@ class CkptLsCommand(NamedTuple):
     as_json: JsonOption = False
 
 
-@command("show", "ckpt_show:show", ckpt)
+@command("show", "ckpt:show", ckpt)
 class CkptShowCommand(NamedTuple):
     """Show the contents of a checkpoint or a Hugging Face directory. No data is read.
 
@@ -460,7 +460,7 @@ class CkptVerifyCommand(NamedTuple):
     as_json: JsonOption = False
 
 
-@command("diff", "ckpt_show:diff", ckpt)
+@command("diff", "ckpt:diff", ckpt)
 class CkptDiffCommand(NamedTuple):
     """List tensors, values and objects in which two checkpoints differ; with a Hugging Face directory, weights only.
 
@@ -703,7 +703,7 @@ class GuardInjectCommand(NamedTuple):
     as_json: JsonOption = False
 
 
-@command("update", "guard_update:update", guard)
+@command("update", "guard:update", guard)
 class GuardUpdateCommand(NamedTuple):
     """Update keys or code of an active run: another controller goes on with them, from the state in memory.
 
