@@ -39,13 +39,13 @@ def balance(costs: Numbers, ranks: int) -> list[np.ndarray]:
     Longest processing time first: the greatest sum is at most 4/3 - 1/(3 ranks) of the best one (Graham 1969). A rank
     may be left without rows if there are fewer rows than ranks.
     """
-    weights, parts = np.asarray(costs, np.float64), _Parts(ranks)
+    weights, parts = np.asarray(costs, np.float64), _Loads(ranks)
     for row in np.argsort(-weights, kind="stable").tolist():
         parts.add([row], float(weights[row]))
     return parts.rows()
 
 
-class _Parts:
+class _Loads:
     """Rows of each rank. What is added goes to the rank with the least load."""
 
     def __init__(self, ranks: int) -> None:
@@ -98,7 +98,7 @@ def divide(lengths: Numbers | None, groups: Numbers | None, parts: int) -> list[
 
 def _together(costs: np.ndarray, ids: np.ndarray, parts: int, most: float) -> list[np.ndarray]:
     """Assign whole groups to ranks up to the load ``most``, then the rows of the other groups."""
-    found, left = _Parts(parts), list[np.ndarray]()
+    found, left = _Loads(parts), list[np.ndarray]()
     for rows in _groups(costs, ids):
         cost = float(costs[rows].sum())
         if found.least + cost > most:
