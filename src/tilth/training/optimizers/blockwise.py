@@ -23,6 +23,8 @@ TRUST = 1e-3
 """LARS coefficient, the trust in a layer's ratio (its eta)."""
 ON_CPU, ON_GPU = 2**17, 2**23
 """Elements of a slice."""
+GROUP = 8
+"""Slices of blocks that are updated together."""
 
 
 class Block(NamedTuple):
@@ -35,6 +37,8 @@ class Block(NamedTuple):
     decay: float
     trusted: bool
     """True if the norm of its weights decides the length of its step."""
+    steps: float = 0.0
+    """Its steps, this one included."""
 
 
 class Blockwise(torch.optim.Optimizer):
@@ -62,14 +66,16 @@ class Blockwise(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Run one update; a collective call of the replica if ranks have parts of blocks."""
         blocks = self._blocks()
-        torch._foreach_add_([block.state["step"] for block in blocks], 1)
+        if steps := [block.state["step"] for block in blocks]:
+            torch._foreach_add_(steps, 1)
+            blocks = [block._replace(steps=t) for block, t in zip(blocks, torch.stack(steps).tolist())]
         if self._squares is not squares_of:
             self._update(blocks)
             return
         some, size = list[Block](), 0
         for block in blocks:  # each while it is in a cache
             some, size = [*some, block], size + block.p.numel()
-            if size >= (ON_CPU if block.p.device.type == "cpu" else ON_GPU):
+            if size >= GROUP * (ON_CPU if block.p.device.type == "cpu" else ON_GPU):
                 self._update(some)
                 some, size = [], 0
         if some:
@@ -89,10 +95,13 @@ class Blockwise(torch.optim.Optimizer):
                     found.append(Block(self._names[p], p.detach(), p.grad, self.state[p], decay, trusted))
         return found
 
-    def _norms(self, blocks: Sequence[Block], *kinds: Sequence[Tensor]) -> list[list[float]]:
-        """Return the norms of the whole blocks, for each kind of tensors of theirs; a collective call."""
+    def _norms(self, blocks: Sequence[Block], *kinds: Tensor) -> list[list[float]]:
+        """Return the norms of the whole blocks, for each kind of norms [blocks] of this rank's parts; a collective
+        call."""
+        if self._squares is squares_of:
+            return [found.tolist() for found in kinds]
         own = [block.name for block in blocks]
-        names, squares = self._squares(*(dict(zip(own, tensors)) for tensors in kinds))
+        names, squares = self._squares(*(dict(zip(own, norms)) for norms in kinds))
         places = {name: i for i, name in enumerate(names)}
         every = squares.sqrt().tolist()
         return [[norms[places[name]] for name in own] for norms in every]
@@ -134,10 +143,10 @@ class LAMB(Blockwise):
         group = self.param_groups[0]
         lr, (b1, b2), eps = group["lr"], group["betas"], group["eps"]
         steps, grads = [block.state["step"] for block in blocks], [block.grad for block in blocks]
-        phi, *of_grads = self._norms(blocks, [b.p for b in blocks], *([grads] if self.normalises else []))
+        weights = _lengths([block.p for block in blocks])  # of this rank's parts
+        phi, *of_grads = self._norms(blocks, weights, *([_lengths(grads)] if self.normalises else []))
         unit = [1 / (norm + eps) if norm else 1.0 for norm in of_grads[0]] if of_grads else []
-        root = [math.sqrt(1 - b2**t) for t in (torch.stack(steps).tolist() if steps else [])]
-        decay = [block.decay for block in blocks]
+        decay, root = [block.decay for block in blocks], [math.sqrt(1 - b2**block.steps) for block in blocks]
         moved = [torch.empty_like(block.p) for block in blocks]
         rows = [(b.p, b.grad, r, *(b.state[name] for name in self.moments)) for b, r in zip(blocks, moved)]
 
@@ -151,14 +160,15 @@ class LAMB(Blockwise):
                 r, g, m, v, [], [steps[i] for i in at], lr=-1.0, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
-            of_r += _squares(r, p, _of(decay, at))
-            if self.looks_ahead:
+            of_r += _dots(r, p)
+            if self.looks_ahead:  # g / (sqrt(v) + root eps), c without its factor root
                 under = torch._foreach_sqrt(v)
-                torch._foreach_div_(under, _of(root, at))
-                torch._foreach_add_(under, eps)
+                torch._foreach_add_(under, [eps * one for one in _of(root, at)])
                 torch._foreach_div_(g, under)
-                of_c += _squares(g, p, _of(decay, at))
-        sums = [_sums(numbers, squares, len(blocks)) for squares in ((of_r, of_c) if self.looks_ahead else (of_r,))]
+                of_c += _dots(g, p)
+        ones = [1.0] * len(blocks)
+        pairs = ((of_r, ones), (of_c, root)) if self.looks_ahead else ((of_r, ones),)
+        sums = [_sums(numbers, dots, factor, weights, decay) for dots, factor in pairs]
         ratios = [
             [_ratio(x, r) if one.trusted else 1.0 for one, x, r in zip(blocks, phi, norms)]
             for norms in self._norms(blocks, *sums)
@@ -169,11 +179,9 @@ class LAMB(Blockwise):
         kept = [1 - own * (a + b) for own, a, b in zip(decay, old, new)]
         for at, (p, g, r, *_) in slices(rows):
             torch._foreach_mul_(p, _of(kept, at))
-            torch._foreach_mul_(r, _of(old, at))
-            torch._foreach_sub_(p, r)
+            _subtract(p, r, _of(old, at))
             if self.looks_ahead:
-                torch._foreach_mul_(g, _of(new, at))
-                torch._foreach_sub_(p, g)
+                _subtract(p, g, [new[i] * root[i] for i in at])
 
 
 class LANS(LAMB):
@@ -203,7 +211,8 @@ class LARS(Blockwise):
     def _update(self, blocks: Sequence[Block]) -> None:
         group = self.param_groups[0]
         lr, momentum, decay = group["lr"] * TRUST, group["betas"][0], [block.decay for block in blocks]
-        phi, norms = self._norms(blocks, [block.p for block in blocks], [block.grad for block in blocks])
+        own = _lengths([block.p for block in blocks]), _lengths([block.grad for block in blocks])
+        phi, norms = self._norms(blocks, *own)
         rates = [lr * _ratio(x, g + own * x) for x, g, own in zip(phi, norms, decay)]
         for at, (p, grad, velocity) in slices([(b.p, b.grad, b.state["velocity"]) for b in blocks]):
             moved = torch._foreach_mul(p, _of(decay, at))
@@ -218,15 +227,11 @@ def _of(values: Sequence[float], at: Sequence[int]) -> list[float]:
     return [values[i] for i in at]
 
 
-def _squares(directions: list[Tensor], weights: list[Tensor], decay: list[float]) -> list[Tensor]:
-    """Return the squared norms of directions + decay weights, float64 [] each."""
-    found = []
-    for moved, x, own in zip((d.reshape(-1) for d in directions), (w.reshape(-1) for w in weights), decay):
-        square = torch.dot(moved, moved).double()
-        if own:
-            square += torch.dot(moved, x).double() * (2 * own) + torch.dot(x, x).double() * own**2
-        found.append(square)
-    return found
+def _dots(directions: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the products of each direction with itself and with its weights, [] each."""
+    for d, x in zip((one.reshape(-1) for one in directions), (one.reshape(-1) for one in weights)):
+        yield torch.dot(d, d)
+        yield torch.dot(d, x)
 
 
 def _ratio(weights: float, step: float) -> float:
@@ -234,11 +239,38 @@ def _ratio(weights: float, step: float) -> float:
     return weights / step if weights and step else 1.0
 
 
-def _sums(numbers: Sequence[int], of_slices: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Return the norms of blocks, float64 [] each, from the squared norms of their slices."""
-    if not count:  # a rank without blocks calls collectives, too
-        return []
-    squares = torch.stack(list(of_slices)).clamp(min=0)
-    whole = torch.zeros(count, dtype=torch.float64, device=squares.device)
-    index = torch.tensor(numbers, dtype=torch.int64, device=squares.device)
-    return list(whole.index_add_(0, index, squares).sqrt().unbind())
+def _lengths(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norms of tensors: [tensors]."""
+    return torch.stack(list(torch._foreach_norm(list(tensors)))) if tensors else torch.zeros(0)
+
+
+def _subtract(tensors: Sequence[Tensor], directions: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """Subtract factors times directions, which may be overwritten: on a CPU in one pass, elsewhere in few kernels."""
+    if tensors[0].device.type == "cpu":
+        for x, d, factor in zip(tensors, directions, factors):
+            x.sub_(d, alpha=factor)
+    else:
+        torch._foreach_mul_(directions, factors)
+        torch._foreach_sub_(tensors, directions)
+
+
+def _sums(
+    numbers: Sequence[int],
+    dots: Sequence[Tensor],
+    factor: Sequence[float],
+    weights: Tensor,
+    decay: Sequence[float],
+) -> Tensor:
+    """Return the norms of factor d + decay x of blocks: float64 [blocks].
+
+    dots: of d with itself and with x, slice by slice, of the blocks ``numbers``; weights: norms of x.
+    """
+    if not len(weights):  # a rank without blocks calls collectives, too
+        return weights
+    like = {"dtype": torch.float64, "device": dots[0].device}
+    index = torch.tensor(numbers, device=dots[0].device)
+    of_slices = torch.stack(list(dots)).double().view(-1, 2)
+    square, product = torch.zeros(len(weights), 2, **like).index_add_(0, index, of_slices).unbind(1)
+    times, own = torch.tensor([factor, decay], **like)
+    length = times.square() * square + 2 * times * own * product + (own * weights).square()
+    return length.clamp_(min=0).sqrt_()
