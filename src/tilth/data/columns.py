@@ -204,7 +204,10 @@ class PlainPrompts:
         if not text:
             return False
         try:
-            size = _json_size(record.values())
+            if not turns:
+                size = _json_size(record.values())
+            else:  # nothing else of them is kept
+                size = len(text) + _json_size([value for column, value in record.items() if column != name])
             encoded = text.encode(), (answer or "").encode()
             if gold is not answer and gold is not None:
                 gold.encode()
@@ -230,16 +233,15 @@ class PlainPrompts:
         or an error."""
         if type(value) is not list or self.documents or "tools" in self._columns or "tools" in record:
             return ()
-        found, user = list[tuple[str, str]](), False
-        for turn in value:
-            if type(turn) is not dict or turn.get("tool_calls"):
-                return ()
-            role, content = turn.get("role"), turn.get("content")
-            if type(content) is not str or role not in _SPEAKERS:
-                return ()
-            user = user or role == "user"
-            found.append((role, content))
-        return found if user and found[0][0] != "assistant" and found[-1][0] != "system" else ()
+        try:
+            found = [
+                (turn["role"], turn["content"]) for turn in value if not ("tool_calls" in turn and turn["tool_calls"])
+            ]
+        except (KeyError, TypeError):
+            return ()
+        roles = [role for role, content in found if type(content) is str and role in _SPEAKERS]
+        sound = len(roles) == len(value) and "user" in roles and roles[0] != "assistant" and roles[-1] != "system"
+        return found if sound else ()
 
     def _has_prompt(self, record: dict[str, Any]) -> bool:
         return any(role in self._columns or role in record for role in _PROMPTS)

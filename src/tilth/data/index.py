@@ -227,6 +227,8 @@ def _encoded(p: Prompt) -> bytes:
 
 def _is_sorted(info: Mapping[str, Any]) -> bool:
     """True if ``_digest`` of an info is its JSON."""
+    if len(info) == 1 and type(info.get("answer")) is str:  # most of them
+        return True
     return (len(info) == 1 or [*info] == sorted(info)) and _NESTED.isdisjoint(map(type, info.values()))
 
 
@@ -256,11 +258,11 @@ def _turns_json(answer: str | None, turns: PlainTurns) -> tuple[str, str, str, s
     """Return the JSON of a conversation's text and answer, of its turns as they are stored, and with sorted keys."""
     said = [_encode(content) for _, content in turns]
     ends = turns[-1][0] == "assistant"
-    asked = [one[1:-1] for one in (said[:-1] if ends else said)]
-    stored = [f'{{"role": "{role}", "content": {one}}}' for (role, _), one in zip(turns, said)]
-    in_order = [f'{{"content": {one}, "role": "{role}"}}' for (role, _), one in zip(turns, said)]
-    text = '"' + "\\n\\n".join(asked) + '"'
-    return text, said[-1] if ends else _encode_answer(answer), f"[{', '.join(stored)}]", f"[{', '.join(in_order)}]"
+    asked = said[:-1] if ends else said
+    text = asked[0] if len(asked) == 1 else '"' + "\\n\\n".join([one[1:-1] for one in asked]) + '"'
+    stored = ", ".join([f'{{"role": "{turn[0]}", "content": {one}}}' for turn, one in zip(turns, said)])
+    in_order = ", ".join([f'{{"content": {one}, "role": "{turn[0]}"}}' for turn, one in zip(turns, said)])
+    return text, said[-1] if ends else _encode_answer(answer), f"[{stored}]", f"[{in_order}]"
 
 
 def _all_encoded(found: Prompt | PlainPrompts) -> list[bytes]:
