@@ -234,10 +234,8 @@ class PlainPrompts:
         if type(value) is not list or self.documents or "tools" in self._columns or "tools" in record:
             return ()
         try:
-            found = [
-                (turn["role"], turn["content"]) for turn in value if not ("tool_calls" in turn and turn["tool_calls"])
-            ]
-        except (KeyError, TypeError):
+            found = [(turn["role"], turn["content"]) for turn in value if not turn.get("tool_calls")]
+        except (AttributeError, KeyError, TypeError):
             return ()
         roles = [role for role, content in found if type(content) is str and role in _SPEAKERS]
         sound = len(roles) == len(value) and "user" in roles and roles[0] != "assistant" and roles[-1] != "system"

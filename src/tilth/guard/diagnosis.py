@@ -279,9 +279,9 @@ def _shared(found: HangReport, meshes: Mapping[str, Mesh]) -> str:
 
 # ---- stacks of all ranks, grouped ----
 #
-# The idea is ByteRobust's aggregation analysis (arXiv 2509.16293): in a job that stands still most ranks have one stack.
-# The ranks with another one, and the parallel group that they share, hold the cause; without a majority there is no
-# verdict.
+# The idea is ByteRobust's aggregation analysis (arXiv 2509.16293): in a job that stands still most ranks have one
+# stack. The ranks with another one, and the parallel group that they share, hold the cause; without a majority there is
+# no verdict.
 
 MAJORITY = 0.5
 """Share of the ranks that must have one stack for it to be the healthy one; more than this."""
