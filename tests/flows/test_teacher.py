@@ -15,12 +15,12 @@ from tilth.core.errors import DataError, RecipeError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
 from tilth.data.tokenizer import EOS, PAD, Tokenizer
+from tilth.launch.checks import check_algorithm
 from tilth.runs.signals import Interrupted
 
 ONCE = {"eval_every": 0, "save_every": 40}
 STUDENT = {"flow": "distill", "supervised": {"steps": 1}, "rollout": {"max_tokens": 6}}
-LEARNS = {"advantage": "distill", "loss": "reinforce", "steps": 4}
-CHARACTERS = {"align": "characters"}
+LEARNS = {"advantage": "distill", "loss": "reinforce", "steps": 4, "options": {"align": "characters"}}
 
 
 def numbers() -> Tokenizer:
@@ -45,7 +45,7 @@ def teacher(tmp_path_factory):
 
 
 def student(folder, path, callbacks=(), **sections):
-    named = {"path": path, **CHARACTERS, **sections.pop("reference", {})}
+    named = {"path": path, **sections.pop("reference", {})}
     algorithm = {**LEARNS, **sections.pop("algorithm", {})}
     made = tiny.recipe(folder, **{**STUDENT, "reference": named, "algorithm": algorithm, "run": ONCE, **sections})
     return tiny.run(made, callbacks=callbacks).directory
@@ -64,12 +64,12 @@ def test_a_run_learns_from_a_teacher_with_another_tokenizer(tmp_path, teacher):
     watcher = tiny.Recorder()
     records = sampled(student(tmp_path, teacher, [watcher]))
     assert all(0 <= record["reference/unaligned"] < 1 and record["kl_ref"] > 0 for record in records)
-    assert any(text.startswith("reference.align = characters: 32 prompts") for text in watcher.messages)
+    assert any(text.startswith("align = characters: 32 prompts") for text in watcher.messages)
 
 
 def test_with_the_same_tokenizer_a_run_is_the_plain_one_bit_for_bit(tmp_path):
     same = str(tiny.run(tiny.recipe(tmp_path / "t", flow="sft", run=ONCE)).directory)
-    plain = student(tmp_path / "a", same, reference={"align": "tokens"})
+    plain = student(tmp_path / "a", same, algorithm={"options": {}})
     aligned = student(tmp_path / "b", same)
     assert tiny.weights(plain) == tiny.weights(aligned)
     records = sampled(aligned)
@@ -114,20 +114,19 @@ def test_a_student_comes_closer_to_a_teacher_with_another_tokenizer(tmp_path, te
 @pytest.mark.parametrize(
     "sections, key",
     [
-        ({"flow": "grpo", "algorithm": {"kl_coef": 0.1}}, "reference.align.unused"),
-        ({"flow": "grpo", "reference": CHARACTERS}, "reference.align.unused"),
         ({"algorithm": {"kl_coef": 0.1}}, "algorithm.kl_coef.align"),
-        ({"algorithm": {"options": {"horizon": 0.5}}}, "algorithm.options.horizon.align"),
-        ({"algorithm": {"advantage": "grpo"}}, "algorithm.advantage.align"),
+        ({"algorithm": {"options": {"align": "characters", "horizon": 0.5}}}, "algorithm.options.horizon.align"),
         ({"rollout": {"environment": "word-game"}}, "rollout.environment.align"),
+        ({"flow": "grpo", "algorithm": {"kl_coef": 0.1}}, "chunk_tokens"),
+        ({"flow": "grpo", "algorithm": {"kl_coef": 0.1, "advantage": "grpo"}}, "algorithm.options.align"),
+        ({"algorithm": {"advantage": "grpo"}}, "algorithm.advantage.ref_logprobs"),
+        ({"algorithm": {"options": {"align": "words"}}}, "distill.align"),
     ],
 )
 def test_what_compares_tokens_is_refused(tmp_path, sections, key):
-    made = {"flow": "distill", "reference": {"path": "x", **CHARACTERS}, **sections}
-    advantage = {"advantage": "distill"} if made["flow"] == "distill" else {}
-    made["algorithm"] = {**advantage, **made.get("algorithm", {})}
+    made = {**STUDENT, "reference": {"path": "x"}, **sections, "algorithm": {**LEARNS, **sections.get("algorithm", {})}}
     with raises(RecipeError, key):
-        tiny.recipe(tmp_path, **made)
+        check_algorithm(tiny.recipe(tmp_path, **made))
 
 
 def test_a_teacher_that_cannot_write_the_prompts_or_has_no_tokenizer_is_refused(tmp_path):

@@ -232,8 +232,9 @@ def token_estimates(name, rows, **o):
             o,
         )
     if name == "distill":
-        columns = [[row[c] for c in ("ref_logprobs", "logprobs", "chunk_tokens")] for row in live]
-        gaps = [[(r - p) * n for r, p, n, _ in zip(*each, row["places"])] for each, row in zip(columns, live)]
+        sizes = [row["chunk_tokens"] if "align" in o else [1.0] * len(row["logprobs"]) for row in live]
+        each = [zip(row["ref_logprobs"], row["logprobs"], n, row["places"]) for row, n in zip(live, sizes)]
+        gaps = [[(r - p) * n for r, p, n, _ in row] for row in each]
         return [to_go(gap, o.get("horizon", 0.0)) for gap in gaps], None
     if name in ("reinforce_pp", "remax"):
         returns = [to_go(row["tokens"], o.get("gamma", 1.0)) for row in live]

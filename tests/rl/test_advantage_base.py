@@ -50,6 +50,7 @@ VARIANTS = [
     ("vapo", {"adaptive": False, "lam": 0.3}),
     ("distill", {}),
     ("distill", {"horizon": 0.7}),
+    ("distill", {"align": "characters"}),
     ("optimal_token_baseline", {}),
     ("optimal_token_baseline", {"singleton": "zero"}),
     ("tir_optimal_token_baseline", {}),

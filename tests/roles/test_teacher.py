@@ -67,7 +67,7 @@ def test_a_token_gets_what_a_loop_over_chunks_gives_it(case):
     columns = {"logprobs": flat, "ref_logprobs": torch.from_numpy(ref), "chunk_tokens": torch.from_numpy(sizes)}
     lengths = torch.tensor([len(p) for p in own], dtype=torch.int64)
     given = {"rewards": torch.zeros(len(rows)), "groups": torch.zeros(len(rows), dtype=torch.int64)}
-    found = rl.estimate("distill", **given, **columns, lengths=lengths, mask=mask)
+    found = rl.estimate("distill", align="characters", **given, **columns, lengths=lengths, mask=mask)
     np.testing.assert_allclose(found.advantages.numpy(), np.where(sizes > 0, gaps, 0.0), atol=1e-5)
 
 
@@ -119,7 +119,8 @@ def test_a_teacher_s_own_tokens_are_scored_and_what_it_lacks_is_out_of_the_mask(
     before, kept = (column(worker, each, "mask") for each in (batch, found))
     lost = [int((a != 0).sum() - (b != 0).sum()) for a, b in zip(before.rows(), kept.rows())]
     assert found[UNALIGNED].tolist() == lost and any(lost)
-    whole = worker.advantages(found, small.algorithm(advantage="distill", loss="reinforce"))
+    how = small.algorithm(advantage="distill", loss="reinforce", options={"align": "characters"})
+    whole = worker.advantages(found, how)
     ready = column(worker, whole, "advantages").values
     assert not ready[kept.values == 0].any() and ready[kept.values != 0].any()
-    worker.update(whole, small.algorithm(advantage="distill", loss="reinforce"))
+    worker.update(whole, how)

@@ -339,7 +339,7 @@ def _other_models(recipe: Recipe) -> Refusals:
         yield "reward.model_weight.unused", "has no use: reward.model is empty"
     if recipe.flow == "distill" and not reference:
         yield "reference.path", "is empty, and flow = distill learns from the model in it"
-    if recipe.reference.align == "characters":
+    if recipe.aligns:
         yield from _aligned(recipe)
     asks = recipe.flow_spec.judge or recipe.grades
     if asks and not judge:
@@ -352,12 +352,8 @@ def _other_models(recipe: Recipe) -> Refusals:
 
 
 def _aligned(recipe: Recipe) -> Refusals:
-    """Check that only what can be compared over spans of text is compared with a teacher of other tokens."""
-    a, why = recipe.algorithm, "with reference.align = characters"
-    if recipe.flow != "distill":
-        yield "reference.align.unused", f"is for flow = distill; flow = {recipe.flow} compares tokens: leave it out"
-    if a.advantage != "distill":
-        yield "algorithm.advantage.align", f"compares tokens, {why} the teacher has others; use distill"
+    """Check that nothing needs tokens that a teacher with another tokenizer lacks."""
+    a, why = recipe.algorithm, "with algorithm.options.align = characters"
     if a.kl_coef:
         yield "algorithm.kl_coef.align", f"{why} is a penalty at tokens that the teacher lacks; set it to 0"
     if a.options.get("horizon"):

@@ -445,11 +445,6 @@ class ReferenceConfig(RoleSection):
     path: Annotated[str, Fixed("the KL penalty is towards this model")] = Field(
         "", description="run or Hugging Face directory with the same tokens; empty: the policy at the phase's start"
     )
-    align: Annotated[Literal["tokens", "characters"], Fixed("it is compared with its teacher by it")] = Field(
-        "tokens",
-        description="what is compared: tokens, or chunks of equal characters, with a teacher of flow distill that has "
-        "another tokenizer",
-    )
 
 
 class JudgeConfig(RoleSection):
@@ -778,6 +773,12 @@ class Recipe(Section):
     def grades(self) -> bool:
         """True if a judge grades every answer."""
         return self.flow_spec.samples and bool(self.judge.rubric)
+
+    @property
+    def aligns(self) -> bool:
+        """True if a teacher with another tokenizer is followed, over chunks of equal characters."""
+        teaches = self.flow_spec.reference and self.flow_spec.samples and bool(self.reference.path)
+        return teaches and self.algorithm.options.get("align") == "characters"
 
     @property
     def refers(self) -> bool:

@@ -290,7 +290,7 @@ class Run:
         """Add the log-probs that the update needs: the policy's before it, and the reference's."""
         needed, reference = self.algorithm.computed, self.reference
         self.progress.at("computing log-probs")
-        teacher = reference if self.recipe.reference.align == "characters" else None
+        teacher = reference if self.recipe.aligns else None
         theirs = None if teacher is None else teacher.translated(batch)  # beside the policy's pass, in its own pool
         if "logprobs" in needed:
             batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)

@@ -149,7 +149,7 @@ def build(
     shapes = {role: model.config for role, model in others.items()}
     check_shape(recipe, config, shapes)
     for role, model in others.items():
-        if role == "reference" and recipe.reference.align == "characters":
+        if role == "reference" and recipe.aligns:
             continue  # it reads text, and is checked with the prompts
         if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
@@ -160,7 +160,7 @@ def build(
         data = _documents(recipe, material, tokenizer)
     else:
         data = _prompts(recipe, material, tokenizer, generates=generates)
-        if recipe.reference.align == "characters":
+        if recipe.aligns:
             data.notes.append(_check_teacher(recipe, material, tokenizer, others["reference"]))
     chats = loaded is not None and loaded.tokenizer is not None and bool(loaded.tokenizer.chat_template)
     if chats and not recipe.data.template and recipe.flow_spec.learns != "documents":
@@ -274,7 +274,7 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     found = [f"token {i} is {a!r} there and {b!r} here" for i, a, b in pairs if a != b]
     found += [f"{theirs} there and {ours} here"] if theirs < ours else []
     if found:
-        hint = ", or reference.align=characters" if key == "reference.path" and recipe.flow == "distill" else ""
+        hint = ", or algorithm.options.align=characters" if key == "reference.path" and recipe.flow == "distill" else ""
         raise RecipeError(
             f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}); both need the same "
             f"tokenizer{hint}",
@@ -306,7 +306,7 @@ def _check_teacher(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, loa
             key="reference.path.tokenizer",
         )
     sizes = f"{len(tried)} prompts are {written} tokens there and {count + len(tried)} here"
-    return f"reference.align = characters: {sizes}, of which {aligned / max(1, count):.1%} can be aligned"
+    return f"align = characters: {sizes}, of which {aligned / max(1, count):.1%} can be aligned"
 
 
 def _check_drafter(recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
@@ -453,7 +453,7 @@ def prompt_checks(
     """
     train, heldout = prompts.split(recipe.data.holdout)
     context, room = recipe.model.context, recipe.rollout.max_tokens
-    others = recipe.reward.model or recipe.judge.path or recipe.reference.align == "characters"
+    others = recipe.reward.model or recipe.judge.path or recipe.aligns
     if has_media(prompts.source) and (others or recipe.rollout.environment or recipe.flow_spec.learns == "pairs"):
         message = "the data has media, which episodes, pairs, reward models, judges and align = characters leave out"
         raise DataError(f"{message}; use another flow or reward", key="data.media")

@@ -116,7 +116,7 @@ def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWor
 def reference(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> ReferenceWorker:
     """Make the model of ``reference.path``, or a frozen copy of the policy, updated at the start of each phase.
 
-    With ``reference.align = "characters"`` it is a teacher that translates the policy's tokens to its own.
+    With ``align = "characters"`` of the estimator it is a teacher that translates the policy's tokens to its own.
     """
     loaded = load_model(recipe.reference.path) if recipe.reference.path else None
     shape = config if loaded is None else loaded.config
@@ -127,7 +127,7 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer
         sharded.load_(loaded.tensors)
     micro, units = recipe.train.micro_tokens, context.mesh.units
     how: dict[str, Any] = {"temperature": _temperature(recipe), "micro_tokens": micro, "parity": recipe.train.parity}
-    if loaded is None or recipe.reference.align == "tokens":
+    if loaded is None or not recipe.aligns:
         return ReferenceWorker(sharded, context.store, **how)
     most = min(shape.max_positions, micro * units) if units > 1 else shape.max_positions
     translator = Translator(tokenizer, wants_tokenizer(loaded), most)

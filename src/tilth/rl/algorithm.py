@@ -157,6 +157,7 @@ class Algorithm:
         """Columns that the training loop can compute, and parts of the reward, which are known at run time only."""
         made = ROWS | OF_POLICY | self.parts | ({"values"} if self.flow.critic else set())
         made |= {"ref_logprobs"} if self.flow.reference or self.keys.kl_coef else set()
+        made |= {"chunk_tokens"} if self.flow.reference else set()
         return made | ({"baselines"} if self.flow.own_loop or not self.flow.critic else set())
 
     @property

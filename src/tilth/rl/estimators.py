@@ -545,19 +545,24 @@ class Distill(Advantage):
     With ``horizon`` > 0 the differences of later tokens are added, discounted: the policy gradient with horizon 1 is
     the gradient of KL(student || teacher) over whole answers; with 0, the default and common practice, each token
     counts for itself, which has less variance (GKD 2306.13649 with reverse KL; MiniLLM 2306.08543). Rewards have no
-    effect, but a row without one is left out. Where teacher and student are compared over chunks of several tokens,
-    ``chunk_tokens`` of them with an even share of the difference each, every token gets the difference of its chunk.
+    effect, but a row without one is left out. With ``align`` "characters" the two are compared over chunks of equal
+    text, ``chunk_tokens`` of the student's tokens with an even share each: a token gets the difference of its chunk.
     """
 
     horizon: float = Field(0.0, ge=0, le=1, description="discount of the tokens behind: 0 none of them, 1 all")
+    align: Literal["tokens", "characters"] = Field(
+        "tokens", description="what is compared; characters: also with a teacher that has another tokenizer"
+    )
 
-    needs: ClassVar[tuple[str, ...]] = ("logprobs", "ref_logprobs")
-    takes: ClassVar[tuple[str, ...]] = ("chunk_tokens",)
     reads_reward: ClassVar[bool] = False
     scope: ClassVar[Scope] = "token-local"
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return "logprobs", "ref_logprobs", *(("chunk_tokens",) if self.align == "characters" else ())
+
     def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
         gap = tokens.chosen("ref_logprobs") - tokens.chosen("logprobs")
-        if "chunk_tokens" in tokens.rows.columns:
+        if self.align == "characters":
             gap = gap * tokens.chosen("chunk_tokens")
         return tokens.scatter(discounted_sums(gap, tokens.packing.counts, self.horizon)), None

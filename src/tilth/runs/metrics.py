@@ -148,7 +148,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
         "reference/unaligned",
         "share",
         "mean",
-        "reference.align = characters: tokens that the policy chose and that nothing was learned from",
+        "tokens that the policy chose and of which a teacher with another tokenizer teaches nothing",
     ),
     ("value/loss", "reward^2", "mean", "value loss at a token: half the squared distance to its return, clipped"),
     ("value/clipped", "share", "mean", "tokens whose value is at critic.clip"),
