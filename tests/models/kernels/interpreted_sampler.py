@@ -30,7 +30,8 @@ def by_kernel(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("vocab", [pytest.param(7, marks=pytest.mark.slow), 300])
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [7, 300])
 def test_choices_and_log_probs_are_those_of_brute_force(vocab):
     plain_tests.test_choices_and_both_logprobs_equal_brute_force.hypothesis.inner_test(SOME, 3, vocab)
 
@@ -49,8 +50,9 @@ def check_against_the_plain_functions(params, seed, vocab):
         assert torch.allclose(ours.sampling, plain.sampling, atol=1e-5)
 
 
-def test_choices_are_those_of_the_plain_functions():
-    check_against_the_plain_functions(SOME, 0, 300)
+@pytest.mark.parametrize("params", [SOME[4:6], pytest.param(SOME, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_choices_are_those_of_the_plain_functions(params):
+    check_against_the_plain_functions(params, 0, 300)
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_rows_beside_a_changed_one_have_the_bits_that_they_have_alone(by_kernel):
     logp, u = torch.log_softmax(logits_of(0, 4, 300), -1), uniform_of(0, 4)
-    rows = [*SOME[:2], SamplingParams(top_p=0.5), SamplingParams()]
+    rows = [SamplingParams(), SamplingParams(min_p=0.3), SamplingParams(top_p=0.5), SamplingParams(temperature=0.0)]
     change = torch.zeros(4, 300)
     change[2, ::2] = -torch.inf
     together = choose_from(logp, None, u, Rules.of(rows), change)
@@ -94,6 +96,7 @@ def test_the_ends_of_the_interval_never_choose_an_impossible_token(u):
     assert tokens.tolist() == [7, 130, 5 if u == 0 else 294]
 
 
+@pytest.mark.slow
 def test_what_is_not_a_number_is_seen():
     logp = torch.full((2, 200), torch.nan)
     logp[1] = torch.log_softmax(logits_of(0, 1, 200), -1)
@@ -102,7 +105,11 @@ def test_what_is_not_a_number_is_seen():
     assert chosen.logprobs.isfinite().tolist() == [False, True]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.5)], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), pytest.param(SamplingParams(top_p=0.5), marks=pytest.mark.slow)],
+    ids=["plain", "filtered"],
+)
 def test_a_pass_that_draws_serves_filters_too(params, by_kernel):
     """Drawn in the pass by rules that hold for any row; without filters there are no log-probs after them."""
     logp, u = torch.log_softmax(logits_of(0, 3, 200), -1), uniform_of(0, 3)
