@@ -16,6 +16,7 @@ from tilth.engines.request import Request, SamplingParams
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
+from tilth.plan.kernels import GPU_CHUNK_ELEMENTS
 from tilth.plan.memory import judge_need, rollout_need
 from tilth.plan.shape import matrices, parameters
 from tilth.plan.working import ShardFactors, logits_bytes, scoring, total, training
@@ -138,6 +139,22 @@ def test_logits_of_a_loss(tmp_path, vocab, rows, temperature):
     assert logits_bytes(recipe_of(1), whole(shape(vocab)), rows, temperature, learns=True) == pytest.approx(
         alive, rel=WITHIN
     )
+
+
+def test_where_a_kernel_computes_the_head_no_logits_are_counted(monkeypatch):
+    on_gpu, vocab, rows = ("train.device=cuda", "train.precision=bf16"), 150_000, 8192
+    cut = whole(shape(vocab))
+
+    def counted(*keys, learns=True):
+        return logits_bytes(recipe_of(1, *keys), cut, rows, 0.7, learns=learns)
+
+    logits, chunk, weight = rows * vocab * 4, 2 * GPU_CHUNK_ELEMENTS, vocab * 32 * 2
+    assert chunk < counted(*on_gpu) < chunk + 10 * rows * 4 + rows * 32 * 6 + weight < logits / 4
+    assert counted(*on_gpu, learns=False) == 5 * rows * 4 * (147 + 1) + weight
+    assert counted("train.device=cuda") > logits / 4  # fp32 has no kernel
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("tilth.core.device.runs_triton", lambda device: False)
+    assert counted(*on_gpu) > logits / 4 and counted(*on_gpu, learns=False) > logits / 4
 
 
 def test_a_critic_has_no_logits(tmp_path):

@@ -18,6 +18,8 @@ from torch import Tensor
 _ALIGNED = 16  # bytes, for vectorised kernels
 TRITON = (3, 6)
 """Oldest version of Triton whose language the kernels are written in: that of torch 2.11."""
+AMD_SHARED = 64 << 10
+"""Bytes of shared memory of a program on an AMD GPU."""
 CAPABILITY = 8
 """Oldest NVIDIA generation with products in bf16 (A100); AMD's numbers are above it."""
 
@@ -72,6 +74,12 @@ def runs_triton(device: torch.device) -> bool:
     return not missing
 
 
+def gpus_run_triton() -> bool:
+    """Return True if GPUs of this machine run kernels in Triton, and where there is none: torch for GPUs comes with
+    it."""
+    return not torch.cuda.is_available() or runs_triton(torch.device("cuda", 0))
+
+
 def triton_missing() -> str:
     """Return what is missing for kernels in Triton, with what would help; "" if nothing is."""
     needed = ".".join(map(str, TRITON))
@@ -86,6 +94,13 @@ def triton_missing() -> str:
     if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang", "cc"])):
         return f"Triton needs a C compiler, and there is no {compiler or 'gcc or clang'}: install one, or set CC"
     return ""
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program on a GPU may have."""
+    if device.type != "cuda" or torch.version.hip:  # which does not tell
+        return AMD_SHARED
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def return_memory(device: torch.device) -> None:

@@ -21,6 +21,24 @@ TAIL = 4
 """Rows of the smallest block, where it has these bits."""
 
 
+HEAD_ROWS, HEAD_COLUMNS, HEAD_INNER, HEAD_SPAN = 128, 128, 64, 1024
+"""Of the kernel for a GPU: a tile of logits, the depth of a product's step, columns of a program."""
+HEAD_STEPS, HEAD_SPARE = (2, 3), 4 << 10
+"""Steps of a product whose inputs a program holds, and bytes of shared memory beside them: joins of rows, and 1 KB of
+the driver."""
+
+
+def head_stages(memory: int) -> int:
+    """Return the steps of a product that the kernel for a GPU holds, given the bytes of shared memory of a program."""
+    least, most = HEAD_STEPS
+    return min(max((memory - HEAD_SPARE) // ((HEAD_ROWS + HEAD_COLUMNS) * HEAD_INNER * 2), least), most)
+
+
+def gradient_columns(rows: int, vocab: int, tile: int = HEAD_COLUMNS) -> int:
+    """Return the columns of the vocabulary whose gradient the kernel of a GPU has at a time, whole tiles."""
+    return min(max(GPU_CHUNK_ELEMENTS // max(rows, 1) // tile, 1) * tile, round_up(vocab, tile))
+
+
 def chunk_rows(vocab: int, wanted: int | None = None, gpu: bool = False) -> int:
     """Return the rows of hidden states per chunk of logits, ``wanted`` or the default, rounded up."""
     elements, (least, most) = (GPU_CHUNK_ELEMENTS, GPU_CHUNK_ROWS) if gpu else (CHUNK_ELEMENTS, CHUNK_ROWS)

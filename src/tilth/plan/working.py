@@ -18,12 +18,14 @@ from tilth.plan.kernels import (
     CAUSAL_UP_TO,
     CHOICE_ELEMENTS,
     DRAFT_WIDTH,
+    HEAD_SPAN,
     KEYS,
     MASKED_UP_TO,
     PASS,
     PROMPT_WIDTH,
     ROWS,
     chunk_rows,
+    gradient_columns,
     grown,
     keeps,
     layouts_until,
@@ -262,7 +264,10 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
     A chunk exists as logits, as log-probs and, unless the temperature is 1, scaled; in the forward pass the log-probs
     of the previous chunk exist too. If all log-probs together are small they are kept for the backward pass, where a
     chunk's gradient has its own buffer and parts of the size of a CPU's cache (on a GPU: all of it) have two copies.
+    Where a kernel computes the head there are no logits: see ``_without_logits``.
     """
+    if _head_by_kernel(recipe):
+        return _without_logits(recipe, cut, rows, learns=learns)
     vocab, element = cut.shape.vocab_size, element_of(recipe)
     chunk = min(chunk_rows(vocab, gpu=on_gpu(recipe)), rows)
     one, copies = chunk * vocab * FP32, 2 + (temperature != 1)
@@ -275,6 +280,29 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
     parts = 2 * (chunk * vocab if on_gpu(recipe) else min(CACHED_ELEMENTS, chunk * vocab)) * FP32
     filled = kept + parts if keep else max(copies * one, one + parts)
     return max(forward, filled + chunk * vocab * element + 2 * weight)
+
+
+def _head_by_kernel(recipe: Recipe) -> bool:
+    """Return True if a kernel computes the head (``models.kernels``)."""
+    if not on_gpu(recipe) or element_of(recipe) == FP32:
+        return False
+    from tilth.core.device import gpus_run_triton  # here: it imports torch
+
+    return gpus_run_triton()
+
+
+def _without_logits(recipe: Recipe, cut: ShardFactors, rows: int, *, learns: bool) -> int:
+    """Return peak bytes of the kernel: statistics of each part of the vocabulary, then gradients of a part of the
+    logits, of the hidden states in fp32, and what this part adds to them or gives to the weight."""
+    vocab, width, element = cut.shape.vocab_size, cut.shape.hidden_size, element_of(recipe)
+    weight = 0 if learns and _keeps_casts(recipe, cut) else _head(recipe, cut)
+    numbers = 5 * rows * FP32  # of a row
+    forward = numbers * (-(-vocab // HEAD_SPAN) + 1) + weight
+    if not learns:
+        return forward
+    columns = gradient_columns(rows, vocab)
+    backward = 2 * numbers + rows * columns * element + rows * width * FP32 + max(rows, columns) * width * element
+    return max(forward, backward + weight)
 
 
 # ---- a step of training ----

@@ -17,14 +17,16 @@ from triton.compiler import ASTSource
 
 from tilth.models.kernels import linear_cross_entropy as head
 from tilth.models.kernels import sampler
+from tilth.plan.kernels import head_stages
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MEMORY = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+MEMORY = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KB of shared memory that a program may have."""
 POINTERS = {"hidden": "*bf16", "weight": "*bf16", "grad": "*bf16", "targets": "*i64", "scale": "fp32"}
 POINTERS |= dict.fromkeys(("parts", "kept", "joined", "logp", "uniform", "top_p", "min_p", "picked"), "*fp32")
@@ -60,7 +62,7 @@ def compile_for(target: str, kernel, constants, **options) -> Resources:
     if "BLOCK" in constants:
         options = {"num_warps": sampler.WARPS} | options
     if "COLUMNS" in constants:
-        options = {"num_warps": TILES.warps, "num_stages": 2 if target.startswith("gfx") else TILES.stages} | options
+        options = {"num_warps": TILES.warps, "num_stages": head_stages(MEMORY[target] << 10)} | options
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
     aligned = {i for i, name in enumerate(names) if signature[name].startswith("*") or name in ALIGNED}
     source = ASTSource(

@@ -21,6 +21,7 @@ from tilth.models import logprobs as heads
 from tilth.models.kernels import linear_cross_entropy as kernel
 from tilth.parallel import vocabulary
 from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
+from tilth.plan import kernels as sizes
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 CAST, DOT = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
@@ -54,13 +55,14 @@ InterpreterBuilder.create_dot = lambda self, a, b, *more: DOT(self, _wide(a), _w
 def small(monkeypatch):
     """Programs of small tiles, and gradients in several parts of the vocabulary."""
     monkeypatch.setattr(kernel, "SIZES", kernel.TileSizes(rows=16, columns=16, inner=16, span=32))
-    monkeypatch.setattr(kernel, "GPU_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(sizes, "GPU_CHUNK_ELEMENTS", 1000)
 
 
 def by_kernel(hidden, weight, targets, temperature=1.0, entropy=True):
     return heads._KernelLogprobs.apply(hidden, weight, targets, temperature, kernel, entropy)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(
     n=st.integers(0, 40),
@@ -84,6 +86,7 @@ def test_values_and_gradients_are_the_oracles(n, v, d, temperature, seed):
         assert torch.allclose(a, b, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(n=st.integers(1, 20), v=st.integers(2, 70), share=st.sampled_from([0.1, 0.5, 0.9]), seed=st.integers(0, 9))
 def test_tokens_that_cannot_be_have_no_weight(n, v, share, seed):
@@ -190,6 +193,7 @@ def everywhere(monkeypatch):
     return asked
 
 
+@pytest.mark.slow
 def test_the_trainer_learns_with_it_as_with_the_reference(everywhere, monkeypatch):
     from tests.engines.reference import make_model
 
@@ -215,6 +219,7 @@ def test_squares_have_the_log_probs_of_the_kernel():
     assert torch.allclose(squares.double(), exact, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("everywhere")
 def test_a_divided_vocabulary_has_its_values():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

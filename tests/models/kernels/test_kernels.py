@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tilth.core import device as devices
-from tilth.core.device import runs_triton, triton_missing
+from tilth.core.device import runs_triton, shared_memory, triton_missing
 from tilth.models.kernels import KERNELS, chosen
+from tilth.plan.kernels import head_stages
 
 ROOT = Path(__file__).parents[3]
 INTERPRETED = sorted(Path(__file__).parent.glob("interpreted*.py"))
@@ -35,7 +36,7 @@ def test_values_in_the_interpreter_are_those_of_the_reference(which):
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
 def test_kernels_are_compiled_without_spills(target):
     from tests.models.kernels import compiled
 
@@ -85,6 +86,25 @@ def test_a_kernel_is_chosen_by_device_and_dtype():
     for kernel in KERNELS.values():
         assert find_spec(kernel.module) and find_spec(f"tilth.{kernel.reference}")
         assert torch.float64 not in kernel.dtypes
+
+
+@pytest.mark.parametrize(("shared", "steps"), [(227, 3), (163, 3), (100, 3), (99, 2), (64, 2), (48, 2)])
+def test_a_product_holds_the_steps_that_fit_shared_memory(shared, steps, monkeypatch):
+    """Three need 96 KB, and what lies beside them: 99 KB of sm_86, sm_89 and sm_120 hold two."""
+    properties = SimpleNamespace(shared_memory_per_block=48 << 10, shared_memory_per_block_optin=shared << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert head_stages(shared_memory(torch.device("cuda", 0))) == steps
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert head_stages(shared_memory(torch.device("cuda", 0))) == 2
+
+
+@needs_triton
+def test_the_head_is_launched_with_these_steps(monkeypatch):
+    from tilth.models.kernels import linear_cross_entropy as head
+
+    for steps, shared in ((2, 99), (3, 163)):
+        monkeypatch.setattr(head, "shared_memory", lambda device, shared=shared: shared << 10)
+        assert head._how(torch.device("cuda", 0))["num_stages"] == steps
 
 
 def test_a_gpu_gets_the_kernels_of_a_dtype(a_gpu, monkeypatch):

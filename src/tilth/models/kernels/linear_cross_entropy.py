@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilth.plan.kernels import GPU_CHUNK_ELEMENTS, round_up
+from tilth.core.device import shared_memory
+from tilth.plan.kernels import HEAD_COLUMNS, HEAD_INNER, HEAD_ROWS, HEAD_SPAN, gradient_columns, head_stages
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Greatest logit of no logits: fp32's lowest number, since of two infinities there is no difference."""
@@ -26,12 +27,11 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 class TileSizes(NamedTuple):
     """Sizes of a program: a tile of logits, the depth of a product's step, columns of a forward program."""
 
-    rows: int = 128
-    columns: int = 128
-    inner: int = 64
-    span: int = 1024
+    rows: int = HEAD_ROWS
+    columns: int = HEAD_COLUMNS
+    inner: int = HEAD_INNER
+    span: int = HEAD_SPAN
     warps: int = 8
-    stages: int = 3
 
 
 SIZES = TileSizes()
@@ -202,10 +202,9 @@ def _gradient_kernel(
 # ---- calls ----
 
 
-def _how() -> dict[str, int]:
-    stages = 2 if torch.version.hip else SIZES.stages  # AMD's local memory has 64 KB
+def _how(device: torch.device) -> dict[str, int]:
     return {"ROWS": SIZES.rows, "COLUMNS": SIZES.columns, "INNER": SIZES.inner, "num_warps": SIZES.warps,
-            "num_stages": stages}  # fmt: skip
+            "num_stages": head_stages(shared_memory(device))}  # fmt: skip
 
 
 def statistics(
@@ -225,7 +224,7 @@ def statistics(
     if parts.numel():
         _part_kernel[(-(-n // SIZES.rows) * spans,)](
             hidden.contiguous(), weight.contiguous(), targets.contiguous(), parts, n, v, d, 1 / temperature,
-            WHOLE=whole, EVEN=d % SIZES.inner == 0, SPAN=SIZES.span, **_how(),
+            WHOLE=whole, EVEN=d % SIZES.inner == 0, SPAN=SIZES.span, **_how(hidden.device),
         )  # fmt: skip
     if n:
         _join_kernel[(-(-n // 128),)](parts, joined, n, spans, ROWS=128, num_warps=4)
@@ -252,7 +251,7 @@ def gradients(
     grad_hidden = hidden.new_zeros(n, d, dtype=torch.float32) if wanted[0] else None
     grad_weight = (weight.new_empty if n else weight.new_zeros)(v, d, dtype=dtype) if wanted[1] else None
     numbers = torch.stack([*kept, *(torch.zeros_like(kept[0]) if x is None else x.float() for x in incoming)])
-    width = min(max(GPU_CHUNK_ELEMENTS // max(n, 1) // SIZES.columns, 1) * SIZES.columns, round_up(v, SIZES.columns))
+    width = gradient_columns(n, v, SIZES.columns)
     room = hidden.new_empty(n, width)
     for first in range(0, v if n else 0, max(width, 1)):
         some = slice(first, min(first + width, v))
@@ -260,7 +259,7 @@ def gradients(
         blocks = -(-n // SIZES.rows) * -(-grad.shape[1] // SIZES.columns)
         _gradient_kernel[(blocks,)](
             hidden, weight, targets, numbers, grad, n, v, d, first, width, 1 / temperature,
-            EVEN=d % SIZES.inner == 0, ENTROPY=incoming[1] is not None, **_how(),
+            EVEN=d % SIZES.inner == 0, ENTROPY=incoming[1] is not None, **_how(hidden.device),
         )  # fmt: skip
         if grad_hidden is not None:
             grad_hidden += grad @ weight[some]
