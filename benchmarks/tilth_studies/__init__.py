@@ -6,7 +6,7 @@ tilth guard simulate      guard_simulate, survival, faults: training time under 
 tilth layout RECIPE       published_steps, with --check-against published: step times of other systems
 tilth simulate rollout    simulate_rollout, asynchrony: synchronous and asynchronous rollouts
 tilth trace whatif FILE   trace_whatif, whatif, cause, dependencies, straggler_format: traces of the straggler study
-tilth trace whatif RUN    other_network, with --latency or --bandwidth: a run on another network
+tilth trace whatif RUN    trace_whatif: stragglers of a run; other_network, with --latency or --bandwidth
 
 Not behind a command: pipeline_idle, the idle time of schedules of a pipeline; odd_machine_fit, rules for odd machines.
 """

@@ -1,6 +1,5 @@
 """Findings on the time of a run as plain data, as JSON has them. Times in seconds, shares from 0 to 1."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import numpy as np
 from tilth.analysis.events import Events, profiled
 from tilth.analysis.predicted import predicted
 from tilth.analysis.recent import dropped
-from tilth.analysis.run_whatif import RunWhatIf, analyse_events
+from tilth.analysis.run_whatif import analyse_events
 from tilth.analysis.time_breakdown import Account
-from tilth.analysis.whatif import Cause, Replayed, Slowdown
+from tilth.analysis.whatif import Cause
 from tilth.core.errors import DataError
 from tilth.runs.costs import read_costs
 from tilth.runs.readers import rate, read_metrics, read_state
@@ -25,32 +24,6 @@ def cause_summary(cause: Cause) -> dict[str, Any]:
         for f in cause.findings
     ]
     return {"text": cause.text, "findings": findings, "evidence": cause.evidence}
-
-
-def whatif_summary(found: Replayed, cause: Cause) -> dict[str, Any]:
-    """Return the findings that foreign traces and runs share."""
-    return {
-        "slowdown": found.slowdown, "ideal_step": float(found.ideal.mean()), "by_optype": _means(found.by_optype),
-        "by_stage": _means(found.by_stage), "by_dp": _means(found.by_dp), "by_worker": found.slowest,
-        "m_w": found.m_w.share, "m_s": found.m_s.share, "cause": cause_summary(cause),
-    }  # fmt: skip
-
-
-def _means(found: Mapping[Any, Slowdown]) -> dict[str, float]:
-    return {str(name): s.mean for name, s in found.items()}
-
-
-def run_summary(found: RunWhatIf) -> dict[str, Any]:
-    """Return the findings that only a run has."""
-    return {
-        "by_axis": {axis: _means(at) for axis, at in found.by_axis.items()},
-        "step": float(found.recorded.mean()),
-        "model_error": found.error,
-        "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
-        "left_out": found.dropped,
-        "earlier": found.older,
-        "profiled": list(found.profiled),
-    }
 
 
 def breakdown_summary(run: Path, events: Events, found: Account) -> dict[str, Any]:

@@ -535,7 +535,7 @@ class TraceRunCommand(NamedTuple):
     as_json: JsonOption = False
 
 
-@command("whatif", "trace_whatif:analyse", trace)
+@command("whatif", "studies.trace_whatif:analyse", trace)
 class TraceWhatifCommand(NamedTuple):
     """Estimate the cost of stragglers, name their operations, stages and workers, and the likely cause.
 
