@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import typer
+from markupsafe import Markup
 from rich.text import Text
 
 from tilth.analysis.events import parse_steps
@@ -21,13 +22,16 @@ from tilth.cli.main import TraceWhatifCommand
 from tilth.cli.tables import WIDTH, new_table, show
 from tilth.core.errors import DataError, StorageError
 from tilth.ui import format
-from tilth.ui.heat import HIGH, LOW, colour, heat_map
+from tilth.ui.heat import HIGH, LOW, colour
+from tilth.ui.html import render
 from tilth_studies.cause import diagnose
 from tilth_studies.other_network import parse
 from tilth_studies.straggler_format import Trace, read_study
 from tilth_studies.whatif import TraceModel, WhatIf, what_if
 
 SHADES = " ░▒▓█"
+LARGEST, LEAST, LEFT, TOP = 960.0, 4.0, 70.0, 84.0
+"""Pixels of a heat map: its width, least size of a cell, margins left of and above the cells."""
 SHOWN = 8  # most rows of a table of dp ranks or workers
 
 
@@ -103,6 +107,26 @@ def write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequ
         path.write_text(heat_map(f"{title}: S = {found.slowdown:.3f}", note, grid, rows))
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}", key=path.name) from error
+
+
+def heat_map(title: str, note: str, values: np.ndarray, names: Sequence[Sequence[str]]) -> Markup:
+    """Draw workers as SVG: a row for each stage, a column for each dp rank.
+
+    values: [stages, dp], 1: nothing is lost. names: tooltips [stages, dp].
+    """
+    stages, dp = values.shape
+    side = max(min((LARGEST - LEFT - 20) / dp, 56.0), LEAST)
+    tall = max(min(side, 40.0), 12.0)
+    return render(
+        "heat.svg", title=title, note=note, values=values.tolist(), names=names, hex=_hex,
+        marks=np.linspace(LOW, HIGH, 6), side=side, tall=tall, left=LEFT, top=TOP, gap=1 if side > 2 * LEAST else 0,
+        across=range(0, dp, max(1, round(40 / side))),
+        size=(max(LARGEST, LEFT + dp * side + 20), TOP + stages * tall + 66),
+    )  # fmt: skip
+
+
+def _hex(value: float) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour(value))
 
 
 def summary(found: Replayed, over: str) -> list[str]:

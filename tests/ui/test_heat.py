@@ -4,8 +4,9 @@ import xml.dom.minidom
 
 import numpy as np
 import pytest
+from tilth_studies.trace_whatif import heat_map
 
-from tilth.ui.heat import COOL, WARM, colour, heat_map
+from tilth.ui.heat import COOL, WARM, colour
 
 
 def test_colours_span_one_to_one_and_a_half():
