@@ -385,11 +385,12 @@ def test_a_rank_works_between_the_start_of_a_collective_and_its_end(pool):
     assert pool.run(2, HERE + "meanwhile") == [[1, 1, 1, 0, 1, 10, 11], [1, 1, 1, 2, 3, 12, 13]]
 
 
-def test_a_bucket_of_gradients_is_filled_while_the_one_before_is_summed(monkeypatch):
-    monkeypatch.setattr("tilth.parallel.reducer.BUCKET", 8)
+def test_a_bucket_of_gradients_is_filled_while_the_one_before_is_summed():
     order = []
 
     class Reducer(GradientReducer):
+        bucket_bytes = 8
+
         def all_reduce(self, x, group, key):
             order.append(f"start {key}")
             return SimpleNamespace(wait=lambda: (order.append(f"end {key}"), x.mul_(2)))

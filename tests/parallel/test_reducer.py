@@ -1,14 +1,19 @@
 """A reducer that loses bits: declared, it trains; undeclared, the checks of sums refuse it."""
 
 import pytest
+import torch
+from torch import nn
 
+from tests.errors import raises
 from tests.parallel.layouts import Case, build, engine_of, loss_of, rows_of, weights
 from tests.parallel.layouts import batch as whole_batch
-from tilth.core.errors import ReplicaMismatch
+from tilth.core.errors import ModelError, ReplicaMismatch
 from tilth.core.layout import Mesh
+from tilth.parallel.compress import Dither, TopK
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import EXACT, GradientReducer
+from tilth.parallel.reducer import EXACT, GradientReducer, ReadySums
 from tilth.parallel.sharded import shard
+from tilth.parallel.sync import CompressedReducer
 
 HERE = "tests.parallel.test_reducer:"
 
@@ -28,7 +33,7 @@ class Rounded(GradientReducer):
         return sent
 
     def reduce_scatter(self, out, whole, group, key):
-        super().reduce_scatter(out, self._sent(whole, key), group, key)
+        return super().reduce_scatter(out, self._sent(whole, key), group, key)
 
     def all_reduce(self, x, group, key):
         return super().all_reduce(x.copy_(self._sent(x, key)), group, key)
@@ -77,3 +82,76 @@ def test_every_sum_of_gradients_goes_through_the_reducer_and_may_lose_what_it_de
 @pytest.mark.dist
 def test_a_reducer_that_does_not_declare_its_error_is_refused(pool):
     assert "gradients" in pool.run(2, HERE + "trained", case=Case(fsdp=2), reducer=Rounded(0.0))
+
+
+# ---- sums beside the last backward pass ----
+
+
+def ready(order):
+    """Sums of a chain of three matrices, of which the first two have gradients last, that note when they start."""
+    chain = {name: nn.Parameter(torch.eye(2)) for name in "abc"}
+    for name, p in chain.items():
+        p.register_hook(lambda grad, name=name: order.append(name))
+
+    def start(number):
+        order.append(number)
+        return lambda: order.append(f"end {number}")
+
+    def passes():
+        order.clear()
+        (torch.ones(1, 2) @ chain["a"] @ chain["b"] @ chain["c"]).sum().backward()
+
+    return ReadySums([["c"], ["b", "a"]], chain, start), passes
+
+
+def test_sums_start_in_the_last_backward_pass_alone():
+    order = []
+    sums, passes = ready(order)
+    passes()
+    assert order == ["c", "b", "a"]
+    sums.open()
+    passes()
+    assert order == ["c", 0, "b", "a", 1, "end 0"]
+    with raises(ModelError, "c"):
+        passes()
+    sums.finish()
+    assert order[-1] == "end 1"
+    passes()
+    sums.finish()  # of a step without a last pass
+    assert order == ["c", "b", "a", 0, 1, "end 0", "end 1"]
+
+
+class Early(GradientReducer):
+    """Notes what it starts."""
+
+    bucket_bytes = 1 << 11
+
+
+class EarlyCodes(CompressedReducer):
+    bucket_bytes = 1 << 11
+
+
+def beside(rank, case, compressor, early):
+    """Losses of two steps of two micro-batches, weights, and the sums that have started when the passes end."""
+    reducer = Early() if compressor is None else EarlyCodes(compressor, smallest=100)
+    engine, started = made(rank, case, reducer), []
+    gradients = engine.sharded.gradients
+    reduce = gradients.reduce
+    gradients.reduce = lambda: (started.append(gradients._ready._next), reduce())
+    if not early:
+        gradients.last_pass = lambda: None
+    losses = [step(engine, case) for _ in range(2)]
+    return losses, {n: p.detach().clone() for n, p in engine.sharded.parameters.items()}, started
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", [Case(dp=2), Case(dp=2, zero=1), Case(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("compressor", [None, Dither(), TopK()], ids=["exact", "dither", "topk"])
+def test_sums_that_start_beside_the_last_pass_have_the_bits_of_later_ones(pool, case, compressor):
+    ranks = {"case": case, "compressor": compressor}
+    late = pool.run(case.ranks, HERE + "beside", early=False, **ranks)
+    for (losses, end, started), (plain, wanted, none) in zip(
+        pool.run(case.ranks, HERE + "beside", early=True, **ranks), late
+    ):
+        assert losses == plain and all(torch.equal(p, wanted[n]) for n, p in end.items())
+        assert none == [0, 0] and min(started) > 2

@@ -268,9 +268,14 @@ class Flipped(CompressedReducer):
     """The last rank sums other bytes than it was sent in the second step."""
 
     def reduce_scatter(self, out, gradients, group, key):
-        super().reduce_scatter(out, gradients, group, key)
-        if self._gradients.step and group.rank():
-            out.view(torch.int32)[int(out.abs().argmax())] ^= -(1 << 31)
+        end = super().reduce_scatter(out, gradients, group, key)
+
+        def flip():
+            end()
+            if self._gradients.step and group.rank():
+                out.view(torch.int32)[int(out.abs().argmax())] ^= -(1 << 31)
+
+        return flip
 
 
 class Apart(CompressedReducer):

@@ -44,7 +44,7 @@ def summed(rank, ranks, node_size, smooth, kind, draws=1):
         given, out = every[rank].clone(), torch.empty(COUNT + 3)
         with Operators() as operators:
             reducer.code(given.view(-1), group, "sum", pieces)
-            reducer.reduce_scatter(out, given.view(-1), group, "sum")
+            reducer.reduce_scatter(out, given.view(-1), group, "sum")()
         found.append(out)
     return torch.stack(found), every.sum(0)[rank], operators.seen, given
 

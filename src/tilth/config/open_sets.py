@@ -62,6 +62,8 @@ COMPRESSORS = {
     "sdp4bit": CompressorSpec("tilth.parallel.two_level:TwoLevels", state=()),
 }
 """Compressors of gradients by name; plugins add to it. Those without bias need no residual, which learns worse."""
+WEIGHT_CODES = {"difference4": "tilth.parallel.compress:four_bits"}
+"""Ways in which changes of weights travel by name -> function that makes their compressor."""
 LOCAL_METHODS = {
     "cser": "tilth.parallel.local:ErrorReset",
     "average": "tilth.parallel.local:Averaging",

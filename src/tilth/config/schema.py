@@ -411,6 +411,9 @@ class CommConfig(Section):
     smallest: Count = Field(
         65_536, description="elements of the smallest matrix that is compressed; norms and biases never are"
     )
+    bucket_bytes: Positive = Field(
+        1 << 25, description="bytes of gradients that travel together, as soon as the last backward pass has left them"
+    )
     node_size: Positive = Field(
         1,
         description="sdp4bit: neighbouring data ranks with fast links, on which gradients have 8 bits a value",

@@ -37,7 +37,7 @@ def _scatter(x: Tensor, group: Group) -> Tensor:
     """Return the rank's rows of the sum over the group: [n * ranks, ...] to [n, ...]."""
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     if x.numel():
-        reduce_scatter(out, x.contiguous(), group)
+        reduce_scatter(out, x.contiguous(), group).wait()
     return out
 
 

@@ -125,10 +125,11 @@ def all_gather(out: Tensor, own: Tensor, group: Group) -> None:
         _all_gather(out, own, group=group)
 
 
-def reduce_scatter(out: Tensor, whole: Tensor, group: Group) -> None:
-    """Fill ``out`` [n, ...] with the rank's part of the sum of every rank's contiguous ``whole`` [n * ranks, ...]."""
-    with communication("reduce_scatter", group, whole.nbytes):
-        _reduce_scatter(out, whole, group=group)
+def reduce_scatter(out: Tensor, whole: Tensor, group: Group) -> Collective:
+    """Start to fill ``out`` [n, ...] with the rank's part of the sum of every rank's contiguous ``whole``
+    [n * ranks, ...]."""
+    work = _reduce_scatter(out, whole, group=group, async_op=True)
+    return Collective("reduce_scatter", group, whole.nbytes, [work])
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> None:

@@ -139,6 +139,11 @@ class Dither(Compressor):
         return dequantise(code[4 * groups :], scales, self.bits, self.group, count)
 
 
+def four_bits() -> Compressor:
+    """Return the code of changes of weights: 4 bits a value, and 4 bytes per 2,048."""
+    return Dither(bits=4, group=2048)
+
+
 def checked(name: str, value: Any, right: bool, wanted: str) -> Any:
     """Return the value of an option. RecipeError: it is not right; wanted: what is."""
     if not right:

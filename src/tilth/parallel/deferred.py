@@ -142,7 +142,7 @@ class DeferredGradients:
             slots = [_slots(self._whole.pop(name), group.size()) for name in some]
             blob = torch.cat(slots, 1)
             shard = blob.new_empty(blob.shape[1])
-            self._reducer.reduce_scatter(shard, blob.flatten(), group, f"deferred.{some[0]}")
+            self._reducer.reduce_scatter(shard, blob.flatten(), group, f"deferred.{some[0]}")()
             for name, own in zip(some, shard.split([slot.shape[1] for slot in slots])):
                 local = self._local[name]
                 _add(local, own[: local.numel()].view_as(local))

@@ -99,7 +99,7 @@ class _ScatterModule(DefaultReduceScatter):
             self.reducer.code(input_tensor, group, self.key, pieces)
         if self.given is not None:
             self.given.add(input_tensor)
-        self.reducer.reduce_scatter(output_tensor, input_tensor, group, self.key)
+        self.reducer.reduce_scatter(output_tensor, input_tensor, group, self.key)()
         self.ended = time.perf_counter_ns()
 
     def summed(self, copies: Group) -> Callable[[Tensor], None]:

@@ -19,7 +19,7 @@ from tilth.parallel.checksums import GivenSums, GradientDigests, exact_sum
 from tilth.parallel.comm import Group, is_dtensor, is_fsdp
 from tilth.parallel.deferred import DeferredGradients
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import GradientReducer
+from tilth.parallel.reducer import End, GradientReducer, ReadySums
 from tilth.parallel.zero import GradientShards, UpdateShards
 from tilth.plan.layout import copied_along
 
@@ -59,12 +59,15 @@ class GradientSums:
         self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self.looks]
         self._changed = ""
         """Names of gradients that changed before they were multiplied."""
+        self._ready: ReadySums | None = None
+        """Sums over copies that are started beside the last backward pass."""
+        self._may_start = False
         self._early = dict[str, Tensor]()
         """Sums of shards of gradients that change afterwards: a further group adds to them, or copies take them."""
 
     def divide(self, shards: GradientShards) -> None:
         """Sum gradients by parts from now on, those of updates or of all copies, with the checks of other shards."""
-        self._shards, mesh = shards, self._grid.mesh
+        self._shards, self._ready, mesh = shards, shards.ready, self._grid.mesh
         if isinstance(shards, UpdateShards):
             self._summed |= shards.parts
         for kind, group in {bucket.kind: bucket.group for bucket in shards.buckets}.items():
@@ -75,14 +78,40 @@ class GradientSums:
             shards.given[kind] = GivenSums(group, names, *where, self.reducer.tolerance)
         self.given = [*shards.given.values()]
 
-    def begin(self, step: int) -> None:
-        """Begin a step: forget what was given in the one before."""
+    def _of_copies(self) -> ReadySums | None:
+        """Return the sums of gradients over copies, in buckets, those of the last layers first, which passes leave
+        first; None without copies."""
+        group = self._grid.group(*self._grid.mesh.copies)
+        if group is None or self.reducer.apart or self._shards is not None:
+            return None
+        by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
+        own = {n: p for n, p in self._local.items() if n not in by_fsdp and p.requires_grad and p.numel()}
+        names = [*reversed(own)]
+        places = [*self.reducer.buckets([own[name] for name in names])]
+        some = [[names[i] for i in one] for one in places]
+
+        def start(number: int) -> End:
+            bucket = [grad for name in some[number] if (grad := own[name].grad) is not None]
+            return self.reducer.start_sum(bucket, group, f"copies.{number}")
+
+        return ReadySums(some, own, start)
+
+    def begin(self, step: int, *, early: bool = False) -> None:
+        """Begin a step: forget what was given in the one before. early: sums may start beside the last pass."""
         self.reducer.begin(step)
+        self._may_start, self._ready = early, self._ready or self._of_copies()
+        if self._ready is not None:
+            self._ready.begin()
         self._changed = ""
         for given in self.given:
             given.begin(step)
         for single in self._single:
             single.begin(step)
+
+    def last_pass(self) -> None:
+        """Let the backward pass that follows, the last of this step, start sums, if they may start."""
+        if self._may_start and self._ready is not None:
+            self._ready.open()
 
     def _experts_every(self) -> int:
         """Return N, where gradients of experts are checked every N steps: a token reaches few of a rank's experts, and
@@ -150,11 +179,9 @@ class GradientSums:
             self._changed = self._changed_alone()  # before the program changes them
             own = [p.grad for p in self._local.values() if p.grad is not None]
             torch._foreach_mul_(own, self._grid.size(*self._grid.mesh.copies))
-        else:
-            by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
-            apart = [p for name, p in self._local.items() if name not in by_fsdp]
-            copied = [p.grad for p in apart if p.grad is not None and p.numel()]
-            self.reducer.sum_in_place(copied, self._grid.group(*self._grid.mesh.copies), "copies")
+        elif (ready := self._ready or self._of_copies()) is not None:
+            self._ready = ready
+            ready.finish()
         partial = {name for _, names in self._partial for name in names}
         further = [n for given in self.given for n in given.names if n in partial and n not in self._early]
         self._early |= {n: self._shard_sum([n]) for n in further}

@@ -6,8 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tilth.core.errors import ModelError
 from tilth.core.layout import Layout
 from tilth.parallel.comm import Collective, Group, all_gather, all_reduce, reduce_scatter
 from tilth.parallel.dims import ParallelDims
@@ -15,6 +16,8 @@ from tilth.plan.rules import Table
 
 BUCKET = 1 << 25
 """Bytes of tensors that one collective sums."""
+End = Callable[[], object]
+"""Waits for a sum that was started."""
 
 
 class GradientPiece(NamedTuple):
@@ -44,6 +47,8 @@ class GradientReducer:
     with the same number of elements.
     """
 
+    bucket_bytes = BUCKET
+    """Bytes of tensors that one collective sums."""
     tolerance = 0.0
     """Largest relative error of an element that is sent, beyond the epsilon of its dtype. The checks of sums allow for
     it, and see no error that is smaller."""
@@ -74,9 +79,10 @@ class GradientReducer:
     def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
         """Change contiguous ``whole`` [n * ranks] to what this rank is going to give to ``reduce_scatter``."""
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> None:
-        """Fill ``out`` [n] with this rank's part of the sum of every rank's contiguous ``whole`` [n * ranks]."""
-        reduce_scatter(out, whole, group)
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> End:
+        """Start to fill ``out`` [n] with this rank's part of the sum of every rank's contiguous ``whole``
+        [n * ranks]."""
+        return reduce_scatter(out, whole, group).wait
 
     def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
         """Fill contiguous ``out`` [n * ranks] with the sums of all ranks; the same bits on every rank."""
@@ -98,19 +104,27 @@ class GradientReducer:
         """Sum tensors over the group, in flat buckets: one is on its way while the next one is filled."""
         if group is None:
             return
-        bucket, ends = list[Tensor](), list[Callable[[], None]]()
+        going = Sends()
+        for places in self.buckets(tensors):
+            going.add(self.start_sum([tensors[i] for i in places], group, f"{key}.{places[-1]}"))
+        going.finish()
+
+    def start_sum(self, bucket: Sequence[Tensor], group: Group, key: str) -> End:
+        """Start to sum tensors of one dtype over the group, in place."""
+        flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
+        return partial(_spread, self.all_reduce(flat, group, key), flat, bucket)
+
+    def buckets(self, tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+        """Yield the places of tensors that are summed together: neighbours of one dtype."""
+        some, size = list[int](), 0
         for i, tensor in enumerate(tensors):
-            bucket.append(tensor)
-            following = tensors[i + 1] if i + 1 < len(tensors) else None
-            full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
-            if following is None or full or following.dtype != tensor.dtype:
-                flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
-                ends.append(partial(_spread, self.all_reduce(flat, group, f"{key}.{i}"), flat, bucket))
-                bucket = []
-                if len(ends) > 1:
-                    ends.pop(0)()
-        for end in ends:
-            end()
+            if some and (size + tensor.nbytes > self.bucket_bytes or tensor.dtype != tensors[some[-1]].dtype):
+                yield some
+                some, size = [], 0
+            some.append(i)
+            size += tensor.nbytes
+        if some:
+            yield some
 
     def prepare(self) -> None:
         """Prepare for the optimizer's step."""
@@ -145,6 +159,76 @@ class GradientReducer:
     def divided(self, rows: Tensor, ranks: int) -> Tensor:
         """Return what each of this number of ranks gets of a state that others had: rows [ranks before, ...]."""
         return rows.sum(0) / ranks
+
+
+class Sends:
+    """Sums on their way, of which one goes on while the next one is filled; they end in the order of their starts."""
+
+    def __init__(self) -> None:
+        self._ends = list[End]()
+
+    def add(self, end: End) -> None:
+        """Add one that was started."""
+        self._ends.append(end)
+        if len(self._ends) > 1:
+            self._ends.pop(0)()
+
+    def finish(self) -> None:
+        """Wait for all."""
+        while self._ends:
+            self._ends.pop(0)()
+
+
+class ReadySums:
+    """Sums of buckets of gradients, each started when the last backward pass of a step has left all of its gradients,
+    while the pass goes on. All ranks start them in one order."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[str]],
+        parameters: Mapping[str, nn.Parameter],
+        start: Callable[[int], End],
+    ) -> None:
+        """buckets: names, in about the order in which a pass leaves their gradients; start: starts the sum of one."""
+        self._buckets, self._start, self._going = buckets, start, Sends()
+        self._places = {name: i for i, names in enumerate(buckets) for name in names}
+        self.begin()
+        for name in self._places:
+            parameters[name].register_post_accumulate_grad_hook(partial(self._ready, name))
+
+    def begin(self) -> None:
+        """Begin a step: no sum is started, and passes that follow are not the last one."""
+        self._missing, self._next, self._opened = [set(names) for names in self._buckets], 0, False
+        self._going = Sends()
+
+    def open(self) -> None:
+        """Let the pass that follows, the last one of the step on this rank, start sums."""
+        self._opened = True
+
+    def _ready(self, name: str, p: Tensor) -> None:
+        """Take note that the gradient of a parameter is complete. ModelError: its sum is on its way already."""
+        place = self._places[name]
+        if not self._opened:
+            return
+        if place < self._next:
+            message = f"{name} has a gradient after its last backward pass; a loss may run one such pass alone"
+            raise ModelError(message, key=name)
+        self._missing[place].discard(name)
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._advance()
+
+    def finish(self) -> None:
+        """Start the sums that are left, and wait for all."""
+        self._opened = False
+        while self._next < len(self._buckets):
+            self._advance()
+        self._going.finish()
+        self.begin()
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        number, self._next = self._next, self._next + 1
+        self._going.add(self._start(number))
 
 
 def _spread(summed: Collective, flat: Tensor, bucket: Sequence[Tensor]) -> None:

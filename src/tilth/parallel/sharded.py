@@ -39,7 +39,7 @@ from tilth.parallel.pipeline import (
     share,
     share_object,
 )
-from tilth.parallel.reducer import BUCKET, EXACT, GradientReducer
+from tilth.parallel.reducer import EXACT, GradientReducer
 from tilth.parallel.zero import GradientShards, Kind, UpdateShards
 from tilth.plan.layout import copied_along, layouts, nested, update_layouts
 from tilth.plan.lora import has_adapters, is_adapter
@@ -326,7 +326,8 @@ class ShardedModel:
         for name, p in learned.items():
             if axes := copied_along(held[name]):
                 kinds.setdefault((rule_of(table, name).stacked, axes), {})[name] = tuple(p.shape)
-        some = [(kind, names) for kind, found in kinds.items() for names in buckets(found, BUCKET)]
+        last_first = [(kind, dict(reversed(found.items()))) for kind, found in kinds.items()]
+        some = [(kind, names) for kind, found in last_first for names in buckets(found, reducer.bucket_bytes)]
         if self.zero != 1:
             self.gradients.divide(GradientShards(reducer, self.grid, learned, self.layouts, parts, some))
             return learned
@@ -350,11 +351,13 @@ class ShardedModel:
             return self.grid.most(micros)
         return max(micros, 1) if self._fsdp else micros
 
-    def begin(self, step: int = 0) -> None:
-        """Prepare a step: no gradients, no gathered parameters. step: its number, the same on all ranks."""
+    def begin(self, step: int = 0, *, early: bool = False) -> None:
+        """Prepare a step: no gradients, no gathered parameters. step: its number, the same on all ranks. early: the
+        passes over the next batch are all of the step, so that gradients may be summed beside the last one."""
         for p in (*self.parameters.values(), *self._own.values()):
             p.grad = None
-        self.gradients.begin(step)
+        # A pass that waits for a sum must not keep ranks waiting that are in another pass.
+        self.gradients.begin(step, early=early and self.context is None and not self.in_step)
         self.reshard()
         if self.updates is not None:
             self.updates.refresh()
@@ -413,6 +416,8 @@ class ShardedModel:
         root has gathered.
         """
         root = self.parts[part]
+        if last:
+            self.gradients.last_pass()
         if is_fsdp(root):
             root.set_is_last_backward(last)
             root.set_reshard_after_backward(self.zero == 3 and alone, recurse=False)

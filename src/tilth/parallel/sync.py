@@ -6,10 +6,9 @@ keeps E' = s + E - D. So over steps the sums of what was applied, of all e and o
 is lost. Every rank applies the same bytes, the one that sent them too.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -22,12 +21,14 @@ from tilth.core.random import Stream, stream
 from tilth.parallel.comm import Group, all_gather, all_to_all, reduce_scatter
 from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import GradientPiece, GradientReducer, Pieces, split
-from tilth.plan.layout import copied_along
+from tilth.parallel.reducer import End, GradientPiece, GradientReducer, Pieces, split
+from tilth.plan.layout import copied_along, is_coded
 from tilth.plan.rules import Table, rule_of
 
 GIVEN, SUMS, WEIGHTS = "residual.", "sum_residual.", "weight_residual."
 """Prefixes of tensors of the state: what this rank left out of its gradients, and of sums and updates that it sent."""
+Arrivals = Callable[[], Iterable[tuple[int, Tensor]]]
+"""Waits for codes that are on their way: senders and codes."""
 
 
 class CodeForm(NamedTuple):
@@ -75,7 +76,7 @@ class Coder:
                 continue
             random, form = self._random(piece, owner, sender), self._form(piece.numel)
             left = self._of(self.left, piece) if piece.name in self.left else None
-            wanted = part.clone() if left is None else part + left.flatten()
+            wanted = part if left is None else part + left.flatten()
             code = self.compressor.encode(wanted.float(), random)
             if (code.numel(), code.dtype) != form[:2]:
                 raise self._uneven(code, form)
@@ -108,7 +109,8 @@ class Coder:
         return piece.numel > 0 and piece.name in self.names
 
     def _decoded(self, code: Tensor, piece: GradientPiece, random: Stream) -> Tensor:
-        return self.compressor.decode(code, piece.numel, random) * self._form(piece.numel).factor
+        found, factor = self.compressor.decode(code, piece.numel, random), self._form(piece.numel).factor
+        return found if factor == 1 else found * factor
 
     def _of(self, tensors: Mapping[str, Tensor], piece: GradientPiece) -> Tensor:
         """Return the part of a piece, of tensors that are whole or this part."""
@@ -190,7 +192,7 @@ class CompressedReducer(GradientReducer):
         own: Mapping[str, Tensor],
     ) -> None:
         self._grid = grid
-        names = [name for name, layout in given.items() if self._compresses(name, layout, table)]
+        names = [name for name, own in given.items() if is_coded(own, rule_of(table, name), self.smallest)]
         for coder in self._coders:
             coder.names = frozenset(names)
             for name in names if coder.feedback else ():
@@ -199,14 +201,6 @@ class CompressedReducer(GradientReducer):
                 if layout.mesh.has(grid.rank):
                     size = [box.size for box in layout.boxes(grid.rank)] or [(0, *own[name].shape[1:])]
                     coder.left[name] = own[name].new_zeros(size[0])
-
-    def _compresses(self, name: str, layout: Layout, table: Table) -> bool:
-        """True for a large matrix of which ranks have parts and copies, and nobody a part of its gradient: ranks along
-        tp have of what they compute their own heads or tokens with."""
-        partial = rule_of(table, name).tp in ("heads", "residual") and layout.mesh.size("tp") > 1
-        once = all(getattr(own, "copies", 1) == 1 for own in layout.placements) and layout.mesh.count("layers") == 1
-        matrix = rule_of(table, name).kind in ("matrix", "embedding") and math.prod(layout.shape) >= self.smallest
-        return once and matrix and not partial and bool(copied_along(layout))
 
     def state(self) -> Mapping[str, Tensor]:
         every = [(coder.way, name, left) for coder in self._coders for name, left in coder.left.items()]
@@ -231,15 +225,21 @@ class CompressedReducer(GradientReducer):
         rows = enumerate(zip(whole.view(len(pieces), -1), pieces))
         self._sent[key] = pieces, [self._gradients.pack(*row, owner, group.rank()) for owner, row in rows]
 
-    @torch.no_grad()
-    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> None:
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> End:
         if self._gradients is None or key not in self._sent:  # of gradients that are never coded
             return super().reduce_scatter(out, whole, group, key)
-        (pieces, codes), place = self._sent.pop(key), group.rank()
+        pieces, codes = self._sent.pop(key)
+        arrivals = (summed if self._gradients.compressor.summable else exchanged)(codes, group)
+        return partial(self._unpack, self._gradients, out, arrivals, range(group.size()), pieces, group.rank())
+
+    @torch.no_grad()
+    def _unpack(
+        self, coder: Coder, out: Tensor, arrivals: Arrivals, senders: Sequence[int], pieces: Pieces, owner: int
+    ) -> None:
+        """Fill the row of a rank with the sum of what codes on their way stand for."""
         out.zero_()
-        of_all = summed if self._gradients.compressor.summable else exchanged
-        for sender, code in of_all(codes, group):
-            self._gradients.unpack(out, code, pieces[place], place, sender)
+        for sender, code in arrivals():
+            coder.unpack(out, code, pieces[owner], owner, senders[sender])
 
     @torch.no_grad()
     def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
@@ -266,19 +266,30 @@ class CompressedReducer(GradientReducer):
         _gather(self._weights, out, own, group, pieces)
 
 
-def exchanged(codes: Sequence[Tensor], group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Send a code to each rank of a group; yield the senders and codes for this one."""
+def exchanged(codes: Sequence[Tensor], group: Group) -> Arrivals:
+    """Start to send a code to each rank of a group; what is returned waits for the senders and codes for this one."""
     sizes, count = [len(code) for code in codes], len(codes[group.rank()])
     received = codes[0].new_empty(len(codes) * count)
-    all_to_all(received, torch.cat(list(codes)), [count] * len(codes), sizes, group).wait()
-    yield from enumerate(received.split(count))
+    going = all_to_all(received, torch.cat(list(codes)), [count] * len(codes), sizes, group)
+
+    def arrived() -> Iterable[tuple[int, Tensor]]:
+        going.wait()
+        return enumerate(received.split(count))
+
+    return arrived
 
 
-def summed(codes: Sequence[Tensor], group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Send a code to each rank of a group; yield the sum of those for this one, as if it had a single sender."""
+def summed(codes: Sequence[Tensor], group: Group) -> Arrivals:
+    """Start to send a code to each rank of a group; what is returned waits for the sum of those for this one, as if it
+    had a single sender."""
     found = codes[0].new_empty(max(map(len, codes)))
-    reduce_scatter(found, torch.cat([F.pad(code, (0, len(found) - len(code))) for code in codes]), group)
-    yield 0, found
+    going = reduce_scatter(found, torch.cat([F.pad(code, (0, len(found) - len(code))) for code in codes]), group)
+
+    def arrived() -> Iterable[tuple[int, Tensor]]:
+        going.wait()
+        return [(0, found)]
+
+    return arrived
 
 
 def _gather(coder: Coder, rows: Tensor, own: Tensor, group: Group, pieces: Pieces) -> None:

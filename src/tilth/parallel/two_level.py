@@ -7,19 +7,22 @@ so it is undone once, in the sum, by H H = 32.
 """
 
 import math
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilth.config.open_sets import WEIGHT_CODES
+from tilth.config.roles import resolve
 from tilth.config.schema import CommConfig
 from tilth.parallel.comm import Group
 from tilth.parallel.compress import Compressor, Dither, compressor_of
 from tilth.parallel.local import local_method
-from tilth.parallel.reducer import EXACT, GradientReducer, Pieces, split
-from tilth.parallel.sync import Coder, CompressedReducer, exchanged
+from tilth.parallel.reducer import End, GradientReducer, Pieces, split
+from tilth.parallel.sync import Arrivals, Coder, CompressedReducer, exchanged
 
 BLOCK = 32
 """Values that are transformed together."""
@@ -81,20 +84,24 @@ class TwoLevelReducer(CompressedReducer):
         owners = range(place % size, len(rows), size)
         lengths = [self._within.length(pieces[owner], rows.dtype) for owner in owners]
         found = torch.zeros_like(rows[: len(owners)])
-        for sender, every in exchanged(codes, self._part(group, node)):
+        for sender, every in exchanged(codes, self._part(group, node))():
             for row, owner, code in zip(found, owners, every.split(lengths)):
                 self._within.unpack(row, code, pieces[owner], owner, node[sender])
         return found
 
-    @torch.no_grad()
-    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> None:
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> End:
         if key not in self._sent:  # of gradients that are never coded
             return super().reduce_scatter(out, whole, group, key)
         (pieces, codes), (coder, ranks), place = self._sent.pop(key), self._last.pop(key), group.rank()
-        out.zero_()
-        for sender, code in exchanged(codes, self._part(group, ranks)):
-            coder.unpack(out, code, pieces[place], place, ranks[sender])
-        self._transform(out[None], [pieces[place]], 1 / BLOCK)
+        arrivals = exchanged(codes, self._part(group, ranks))
+        return partial(self._unpack, coder, out, arrivals, ranks, pieces, place)
+
+    @torch.no_grad()
+    def _unpack(
+        self, coder: Coder, out: Tensor, arrivals: Arrivals, senders: Sequence[int], pieces: Pieces, owner: int
+    ) -> None:
+        super()._unpack(coder, out, arrivals, senders, pieces, owner)
+        self._transform(out[None], [pieces[owner]], 1 / BLOCK)
 
     def _part(self, group: Group, ranks: range) -> Group:
         """Return the group of these ranks of a group."""
@@ -123,11 +130,17 @@ def hadamard(size: int) -> Tensor:
 
 def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
     """Return what sums gradients by the keys of ``policy.comm``. RecipeError, PluginError: see ``compressor_of``."""
+    made = _made(comm, seed)
+    made.bucket_bytes = comm.bucket_bytes
+    return made
+
+
+def _made(comm: CommConfig, seed: int) -> GradientReducer:
     if comm.exact:
-        return EXACT
+        return GradientReducer()
     if comm.local != "none":
         return local_method(comm, seed)
-    weights = Dither(bits=4, group=2048) if comm.weights == "difference4" else None
+    weights = None if comm.weights == "exact" else resolve(WEIGHT_CODES[comm.weights])()
     how: dict[str, Any] = {"weights": weights, "smallest": comm.smallest, "seed": seed}
     made = None if comm.gradients == "exact" else compressor_of(comm.gradients, comm.options)
     if isinstance(made, TwoLevels):

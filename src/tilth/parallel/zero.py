@@ -14,7 +14,7 @@ from tilth.core.layout import Box, Layout
 from tilth.parallel.checksums import GivenSums, exact_sum
 from tilth.parallel.comm import Group
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import GradientPiece, GradientReducer, split
+from tilth.parallel.reducer import End, GradientPiece, GradientReducer, ReadySums, split
 
 Kind = tuple[bool, tuple[str, ...]]
 """True for experts; axes of the ranks that divide an update."""
@@ -65,6 +65,8 @@ class GradientShards:
             group, ranks = grid.group(*kind[1]), grid.ranks(*kind[1])
             assert group is not None  # several ranks
             self.buckets.append(Bucket(kind, names, group, [[*self._pieces(names, rank)] for rank in ranks]))
+        self._summed = dict[int, Tensor]()
+        self.ready = ReadySums([bucket.names for bucket in self.buckets], whole, self._start)
 
     def _pieces(self, names: Sequence[str], rank: int) -> Iterator[GradientPiece]:
         for layout, name in ((self.layouts[name], name) for name in names):
@@ -74,22 +76,27 @@ class GradientShards:
                     slices = box.within(self._held[name].boxes(self.grid.rank)[0]).slices
                 yield GradientPiece(name, slices, self._whole[name][slices].numel())
 
+    def _start(self, number: int) -> End:
+        """Start to sum a bucket to this rank's row."""
+        bucket = self.buckets[number]
+        blob = bucket.room(self._whole[bucket.names[0]])
+        for row, pieces in zip(blob, bucket.pieces):
+            for part, piece in split(row, pieces):
+                grad = self._whole[piece.name].grad
+                assert grad is not None  # ``GradientSums.reduce`` makes it, or a backward pass
+                _copy(part, grad[piece.slices])
+        self.reducer.code(blob, bucket.group, bucket.key, bucket.pieces)
+        self.given[bucket.kind].add(blob)
+        summed = self._summed[number] = torch.empty_like(blob[0])
+        return self.reducer.reduce_scatter(summed, blob.view(-1), bucket.group, bucket.key)
+
     def _sums(self, *, keep: bool) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield each bucket with the sum of this rank's row. keep: the gradients, else drop them."""
-        for bucket in self.buckets:
-            blob = bucket.room(self._whole[bucket.names[0]])
-            for row, pieces in zip(blob, bucket.pieces):
-                for part, piece in split(row, pieces):
-                    grad = self._whole[piece.name].grad
-                    assert grad is not None  # ``GradientSums.reduce`` makes it
-                    _copy(part, grad[piece.slices])
+        self.ready.finish()
+        for number, bucket in enumerate(self.buckets):
             for name in bucket.names if not keep else ():
                 self._whole[name].grad = None
-            self.reducer.code(blob, bucket.group, bucket.key, bucket.pieces)
-            self.given[bucket.kind].add(blob)
-            summed = torch.empty_like(blob[0])
-            self.reducer.reduce_scatter(summed, blob.view(-1), bucket.group, bucket.key)
-            yield bucket, summed
+            yield bucket, self._summed.pop(number)
 
     @torch.no_grad()
     def sum_up(self) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from tilth.plan.lora import adapter_rows, adapter_shapes
 from tilth.plan.memory import BASE, DRAFTER, Memory, Need, together
 from tilth.plan.pipeline import ON_STAGES, Stages, chunks_of, in_flight, misfit_stages, stages_of, waiting
 from tilth.plan.reshard import generation_ranks
-from tilth.plan.rules import ENCODERS, VALUE_HEAD, Table, along_model, rule_of
+from tilth.plan.rules import ENCODERS, VALUE_HEAD, Parameter, Table, along_model, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
 from tilth.plan.working import ShardFactors, StagePart
 
@@ -232,6 +232,16 @@ def copied_along(layout: Layout) -> tuple[str, ...]:
     """Return the axes of several ranks along which ranks hold the same part of a parameter and see different data."""
     data, placed = layout.mesh.over(*DATA), zip(layout.mesh.names, layout.mesh.sizes, layout.placements)
     return tuple(name for name, n, own in placed if n > 1 and name in data and isinstance(own, Replicate))
+
+
+def is_coded(layout: Layout, rule: Parameter, smallest: int) -> bool:
+    """Return True if compression codes gradients of this layout and rule: those of a matrix of at least ``smallest``
+    elements of which ranks have parts and copies, and nobody a part of its gradient. Ranks along tp have one of what
+    they compute their own heads or tokens with."""
+    partial = rule.tp in ("heads", "residual") and layout.mesh.size("tp") > 1
+    once = all(getattr(own, "copies", 1) == 1 for own in layout.placements) and layout.mesh.count("layers") == 1
+    matrix = rule.kind in ("matrix", "embedding") and math.prod(layout.shape) >= smallest
+    return once and matrix and not partial and bool(copied_along(layout))
 
 
 def update_layouts(held: Mapping[str, Layout], table: Table, matrices: Collection[str] = ()) -> dict[str, Layout]:

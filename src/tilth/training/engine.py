@@ -280,7 +280,7 @@ class TrainEngine:
         not what all ranks gave for it.
         """
         self.before_update()
-        self.sharded.begin(self.updates)
+        self.sharded.begin(self.updates, early=self.noise is None)
         self._forget()
         how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "dropout": dropout}
         found = self.accumulate(tokens, mask, columns, loss, starts=starts, routing=routing, plan=plan, **how)
