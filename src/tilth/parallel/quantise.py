@@ -6,26 +6,45 @@ from torch import Tensor
 
 from tilth.core.random import Stream
 
+_WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
+"""Bits of a value -> integers with as many bytes as a byte has values."""
+
+
+def _padded(x: Tensor, several: int) -> Tensor:
+    """Return x [n] with zeros behind it, up to a multiple of ``several``; x itself where it is one."""
+    return F.pad(x, (0, -len(x) % several)) if len(x) % several else x
+
+
+def _shifts(bits: int) -> list[tuple[int, int]]:
+    """Return the shifts that bring values of neighbouring bytes together, first of two, then of four, of eight; and the
+    mask of what they are shifted from."""
+    found, width, apart = [], bits, 8
+    while width < 8:
+        mask = sum((1 << width) - 1 << at for at in range(0, 64 // bits, apart))
+        found.append((apart - width, mask))
+        width, apart = 2 * width, 2 * apart
+    return found
+
 
 def pack(values: Tensor, bits: int) -> Tensor:
     """Pack uint8 values [n] below 2**bits, the first in the lowest bits, with zeros behind the last: uint8
     [ceil(n bits / 8)]. bits: 1, 2, 4 or 8."""
     if bits == 8:
         return values
-    per = 8 // bits
-    rows = F.pad(values, (0, -len(values) % per)).view(-1, per)
-    packed = rows[:, 0].clone()
-    for i in range(1, per):
-        packed |= rows[:, i] << (i * bits)
-    return packed
+    words = _padded(values, 8 // bits).contiguous().view(_WORDS[bits])
+    for shift, _ in _shifts(bits):
+        words = words | words >> shift
+    return words.to(torch.uint8)  # the lowest byte
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Invert ``pack``: uint8 [count]."""
     if bits == 8:
         return packed
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (1 << bits) - 1).flatten()[:count]
+    words = packed.to(_WORDS[bits])
+    for shift, mask in reversed(_shifts(bits)):
+        words = (words | words << shift) & mask
+    return words.view(torch.uint8)[:count]
 
 
 def quantise(x: Tensor, bits: int, group: int, random: Stream) -> tuple[Tensor, Tensor]:
@@ -35,16 +54,16 @@ def quantise(x: Tensor, bits: int, group: int, random: Stream) -> tuple[Tensor, 
     mean is x / s. Integers are stored above L: 0 .. 2 L.
     """
     most, count = (1 << bits - 1) - 1, len(x)
-    padded = F.pad(x, (0, -count % group)).view(-1, group)
+    padded = _padded(x, group).view(-1, group)
     scales = padded.abs().amax(1) / most
-    noise = F.pad(random.uniform(0, count, x.device), (0, -count % group)).view(-1, group)
     steps = torch.where(scales > 0, scales, 1.0)[:, None]
-    whole = (padded / steps).add_(noise).floor_().clamp_(-most, most).add_(most)
-    return pack(whole.to(torch.uint8).flatten()[:count], bits), scales
+    whole = (padded / steps).view(-1)[:count]
+    whole.add_(random.uniform(0, count, x.device)).floor_().clamp_(-most, most).add_(most)
+    return pack(whole.to(torch.uint8), bits), scales
 
 
 def dequantise(packed: Tensor, scales: Tensor, bits: int, group: int, count: int) -> Tensor:
     """Return float32 [count] of what ``quantise`` has rounded."""
     most = (1 << bits - 1) - 1
-    whole = unpack(packed, bits, count).float().sub_(most)
-    return (F.pad(whole, (0, -count % group)).view(-1, group) * scales[:, None]).flatten()[:count]
+    whole = _padded(unpack(packed, bits, count), group).float().sub_(most)
+    return whole.view(-1, group).mul_(scales[:, None]).view(-1)[:count]
