@@ -1,13 +1,23 @@
 """Who talks to whom and how much: by hand for small layouts, and against bytes that a step moves."""
 
+import numpy as np
 import pytest
 
+from tests.parallel.test_comm import Operators
 from tilth.config.load import load_recipe
+from tilth.core.batch import Jagged
+from tilth.core.layout import Mesh
+from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import shard
+from tilth.parallel.two_level import reducer_of
 from tilth.plan.context import RING_SHARE
+from tilth.plan.costs import wire
 from tilth.plan.layout import place
 from tilth.plan.shape import parameters
 from tilth.plan.traffic import tokens_of_rank, traffic, work
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 BASE = ["cluster.backend=local", "optimizer.name=adamw", "supervised.steps=0"]
 PLAIN = ["algorithm.epochs=1", "algorithm.minibatches=1"]
@@ -184,3 +194,52 @@ def test_stages_pass_on_hidden_states_and_gradients():
     many = ("policy.layout.pp=2", 'policy.layout.pp_schedule="interleaved"')
     (twice,) = (t for t in talks(2, *many) if t.axis == "pp")
     assert twice.bytes == 3 * found.bytes  # of its two parts: 2 forward and 1 back, or 1 and 2
+
+
+# ---- against bytes that steps move ----
+
+PERIOD = 4
+ZERO = "policy.layout.zero=1"
+COMM = {
+    "exact": [""],
+    "onebit": ["gradients='onebit', smallest=1000"],
+    "topk, both ways": ["gradients='topk', two_way=true, options={share=0.125}, smallest=1000"],
+    "randomk": ["gradients='randomk', options={share=0.125}, smallest=1000"],
+    "dither, zero 1": ["gradients='dither', smallest=1000", ZERO],
+    "sdp4bit": ["gradients='sdp4bit', weights='difference4', node_size=2, smallest=1000", ZERO],
+    "weights alone": ["weights='difference4', smallest=1000", ZERO],
+    "shards": ["gradients='topk', options={share=0.125}, smallest=1000", "policy.layout={fsdp=4, zero=2}"],
+    "average": ["local='average', every=4"],
+    "adaalter": ["local='adaalter', every=4", "optimizer.name=adaalter"],
+    "cser": ["local='cser', every=4, options={changes=4, models=2}, smallest=1000"],
+    "cser, resets alone": ["local='cser', every=4, options={changes=0, models=2}, smallest=1000"],
+}
+
+
+def small(name):
+    comm, *more = COMM[name]
+    return ["flow=sft", "supervised.steps=3", "model.hidden=64", "model.layers=2", f"policy.comm={{{comm}}}", *more]
+
+
+def moved(rank, name):
+    """Bytes that a rank sends in a step of a period, but for what decides about the step."""
+    recipe = asked(4, *small(name))
+    axis = "fsdp" if recipe.policy.layout.fsdp > 1 else "dp"
+    grid, config = ParallelDims.of(Mesh.of({axis: 4}), rank), new_config(recipe.model, 14)
+    reducer = reducer_of(recipe.policy.comm, 0)
+    sharded = shard(lambda: Decoder(config), grid, zero=recipe.policy.layout.zero, reducer=reducer)
+    sharded.init_(0)
+    engine = TrainEngine(sharded, recipe.optimizer, total_steps=9, micro_tokens=64)
+    tokens, mask = Jagged.of([np.arange(8, dtype=np.int64) + rank] * 2), np.tile(np.arange(8) > 0, 2).astype(np.uint8)
+    with Operators() as operators:
+        for _ in range(PERIOD):
+            engine.update(tokens, mask, {}, negative_log_likelihood(64.0))
+    sent = [wire(op, len(ranks.split(",")), nbytes)[1] for op, ranks, nbytes in operators.seen if nbytes > 64]
+    return float(sum(sent)) / PERIOD
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", COMM)
+def test_coded_and_rare_messages_are_counted_as_they_are(pool, name):
+    planned = sum(t.bytes for t in talks(4, *small(name)) if t.role == "policy")
+    assert planned == pytest.approx(max(pool.run(4, "tests.plan.test_traffic:moved", name=name)), rel=0.02)

@@ -41,6 +41,12 @@ def keyword_options(code: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.annotation for p in known if p.kind is p.KEYWORD_ONLY}
 
 
+def keyword_defaults(code: Callable[..., Any]) -> dict[str, Any]:
+    """Return keyword-only argument -> default of a function or class."""
+    known = inspect.signature(code).parameters.values()
+    return {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
 def source(code: Any) -> str:
     """Return file and line of a function or class, for error messages."""
     file, line = place(inspect.unwrap(code))

@@ -3,20 +3,24 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilth.config.axes import DATA
 from tilth.config.checks import learners
-from tilth.config.roles import ROLES
-from tilth.config.schema import LayoutConfig, Recipe
+from tilth.config.code import keyword_defaults
+from tilth.config.open_sets import COMPRESSORS, LOCAL_METHODS, WEIGHT_CODES
+from tilth.config.roles import ROLES, resolve
+from tilth.config.schema import CommConfig, LayoutConfig, Recipe
 from tilth.core.layout import Layout, Mesh
+from tilth.core.random import stream
 from tilth.plan.context import RING_SHARE
 from tilth.plan.experts import dispatch_elements, dispatch_mode
-from tilth.plan.layout import Placed, cut, has_values, layouts, place, policy_layouts
+from tilth.plan.layout import Placed, cut, has_values, is_coded, layouts, place, policy_layouts
 from tilth.plan.lora import is_adapter
 from tilth.plan.memory import micro_tokens
 from tilth.plan.pipeline import chunks_of, stages_of
 from tilth.plan.reshard import ReshardPlan
+from tilth.plan.rules import VALUE_HEAD, rule_of
 from tilth.plan.shape import DecoderShape
 from tilth.plan.working import ShardFactors, spread_over
 
@@ -100,7 +104,7 @@ def inside(
     config = learners(recipe)[role]
     part = part or cut(recipe, role, placed, shape, placed.ranks[0])
     layers = _layers(recipe, role, config, placed, shape)
-    found = _data(recipe, role, config, placed, part, longest)
+    found = _data(recipe, role, config, placed, shape, part, longest)
     found += _context(recipe, role, config, placed, shape, longest, layers.all)
     found += _experts(recipe, role, placed, shape, longest, layers.experts)
     found += _tensor(recipe, role, placed, shape, longest, config.sp, layers.all)
@@ -129,16 +133,25 @@ def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float, *,
 
 
 def _data(
-    recipe: Recipe, role: str, config: LayoutConfig, placed: Placed, part: ShardFactors, longest: int
+    recipe: Recipe,
+    role: str,
+    config: LayoutConfig,
+    placed: Placed,
+    shape: DecoderShape,
+    part: ShardFactors,
+    longest: int,
 ) -> list[GroupTraffic]:
     mesh, did = placed.mesh, work(recipe, role, placed.data_ranks, longest)
+    coded = _Coded.of(recipe, role, config, placed, shape)
     if config.zero == 1:
-        return list(_updates(role, mesh, part, did.updates))
+        return list(_updates(role, mesh, part, did.updates, coded))
     copies = mesh.size(*mesh.copies)
     found = []
     if copies > 1 and did.updates:
-        sent = 2 * _share(copies) * part.elements * _FP32 * did.updates
-        found.append(_talk(role, mesh, mesh.copies, "gradients are added up, once an update", sent, updates=True))
+        what, sent = "gradients are added up, once an update", 2 * _share(copies) * part.elements * _FP32
+        if coded is not None and mesh.size(*mesh.shards) == 1:  # copies of shards are exact
+            what, sent = coded.copied(part.elements, copies)
+        found.append(_talk(role, mesh, mesh.copies, what, sent * did.updates, updates=True))
     if config.zero == 2:
         what = "gathered, gradients scattered, once an update"
         times = 2 * did.updates + did.scored_micros
@@ -149,12 +162,15 @@ def _data(
     for kind, axes, elements in kinds:
         ranks = mesh.size(*axes)
         if ranks > 1 and elements:
-            whole = elements * ranks * _FP32  # of its tp part
-            found.append(_talk(role, mesh, axes, f"{kind} {what}", _share(ranks) * whole * times))
+            whole = elements * ranks  # of its tp part
+            sent = _share(ranks) * whole * _FP32 * times
+            if coded is not None:  # zero = 2
+                sent += (coded.scattered(whole, ranks) - _share(ranks) * whole * _FP32) * did.updates
+            found.append(_talk(role, mesh, axes, f"{kind} {what}", sent))
     return found
 
 
-def _updates(role: str, mesh: Mesh, part: ShardFactors, updates: int) -> Iterator[GroupTraffic]:
+def _updates(role: str, mesh: Mesh, part: ShardFactors, updates: int, coded: "_Coded | None") -> Iterator[GroupTraffic]:
     """Yield the sums of gradients and the gathers of weights under ``zero = 1``."""
     data = mesh.over(*DATA)
     apart = [name for name in data if name not in mesh.over("experts")]
@@ -162,8 +178,98 @@ def _updates(role: str, mesh: Mesh, part: ShardFactors, updates: int) -> Iterato
         ranks = mesh.size(*axes)
         if ranks > 1 and elements * updates:
             what = f"gradients of {kind} scattered, weights gathered, once an update"
-            sent = 2 * _share(ranks) * elements * _FP32 * updates
-            yield _talk(role, mesh, axes, what, sent, updates=True)
+            sent = 2 * _share(ranks) * elements * _FP32
+            if coded is not None:
+                what = f"gradients of {kind} {coded.how}, weights gathered, once an update"
+                sent = coded.scattered(elements, ranks) + coded.gathered(elements, ranks, weights=True)
+            yield _talk(role, mesh, axes, what, sent * updates, updates=True)
+
+
+class _Coded(NamedTuple):
+    """Messages of ``policy.comm``: what a rank sends of tensors that it compresses, or averages in parts."""
+
+    comm: CommConfig
+    elements: float
+    """Share of the elements that a rank holds which are in large matrices."""
+    size: float
+    """Mean elements of such a matrix, as a rank holds it."""
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, role: str, config: LayoutConfig, placed: Placed, shape: DecoderShape
+    ) -> "_Coded | None":
+        """Return None if a role sends whole gradients."""
+        comm = recipe.policy.comm
+        if role != "policy" or comm.exact:
+            return None
+        table, mesh, rank = shape.table + VALUE_HEAD, placed.mesh, placed.ranks[0]
+        held = layouts(
+            shape, mesh, value=has_values(recipe, role), schedule=config.pp_schedule, whole=comm.local == "none"
+        )
+        own = {name: sum(box.numel for box in layout.boxes(rank)) for name, layout in held.items()}
+        large = [own[n] for n, one in held.items() if own[n] and is_coded(one, rule_of(table, n), comm.smallest)]
+        return cls(comm, sum(large) / max(1, sum(own.values())), sum(large) / max(1, len(large)))
+
+    def copied(self, elements: int, ranks: int) -> tuple[str, float]:
+        """Return what a rank sends to others with the same elements in place of their gradients, and its bytes."""
+        sums, both = _share(ranks) * elements * _FP32, self.comm.two_way
+        if self.comm.local != "none":
+            what = f"models that learn apart ({self.comm.local}), the mean of {self.comm.every} steps"
+            return what, 2 * sums * self._apart()
+        back = self.gathered(elements, ranks) if both else sums
+        return f"gradients {self.how}, sums gathered, once an update", self.scattered(elements, ranks) + back
+
+    def _apart(self) -> float:
+        """Return the bytes of a local method over those of summed gradients."""
+        name, every = self.comm.local, self.comm.every
+        if name != "cser":
+            return (2 if name == "adaalter" else 1) / every
+        parts = keyword_defaults(resolve(LOCAL_METHODS[name])) | self.comm.options
+        changes, models, large, rest = parts["changes"], parts["models"], self.elements, 1 - self.elements
+        if changes == 0:
+            return (large / models + rest) / every
+        return 1.0 if changes == 1 else large / changes + rest + large / (every * models)
+
+    @property
+    def how(self) -> str:
+        """Description of the messages of gradients."""
+        return "scattered" if self.comm.gradients == "exact" else f"scattered in codes of {self.comm.gradients}"
+
+    def scattered(self, elements: float, ranks: int) -> float:
+        """Return the bytes in which a rank sends gradients of elements to the ranks that sum parts of them."""
+        if self.comm.gradients == "exact":
+            return _share(ranks) * elements * _FP32
+        made = resolve(COMPRESSORS[self.comm.gradients].made)(**self.comm.options)
+        if self.comm.gradients != "sdp4bit":
+            return (ranks - 1) * self._part(elements, ranks, made)
+        size = math.gcd(self.comm.node_size, ranks)
+        within, across = (self._part(elements, ranks, one) for one in (made.within, made.across))
+        if size == ranks:
+            return (ranks - 1) * within
+        return (size - 1) * (ranks // size) * within + (ranks // size - 1) * across
+
+    def gathered(self, elements: float, ranks: int, *, weights: bool = False) -> float:
+        """Return the bytes in which a rank sends its sums, or its new weights, to all others."""
+        name, options = (self.comm.weights, {}) if weights else (self.comm.gradients, self.comm.options)
+        if name == "exact":
+            return _share(ranks) * elements * _FP32
+        own = WEIGHT_CODES[name] if weights else COMPRESSORS[name].made
+        return (ranks - 1) * self._part(elements, ranks, resolve(own)(**options))
+
+    def _part(self, elements: float, ranks: int, compressor: Any) -> float:
+        """Return the bytes of the codes of one rank's part of elements."""
+        own, matrix = elements / ranks, max(1.0, self.size / ranks)
+        return own * (self.elements * _code_bytes(compressor, matrix) / matrix + (1 - self.elements) * _FP32)
+
+
+def _code_bytes(compressor: Any, count: float) -> float:
+    """Return the bytes of the code of some values. They grow linearly but for whole bytes and groups, so that two
+    lengths tell those of others."""
+    import torch  # where a recipe compresses
+
+    few, many = 1 << 14, 1 << 16
+    one, other = (compressor.encode(torch.zeros(n), stream(0, "form")).nbytes for n in (few, many))
+    return float(one + (other - one) * (count - few) / (many - few))
 
 
 def _experts(
