@@ -103,6 +103,8 @@ def said_by(chosen: np.ndarray, drafts: Drafts, stops: np.ndarray) -> Said:
 
 def check_said(chosen: np.ndarray, drafts: Drafts, said: Said) -> None:
     """Raise DraftError if a row says a token that was computed behind another token than its own."""
+    if not drafts.tokens.size:
+        return
     given, before = (np.pad(some, ((0, 0), (1, 0))) for some in drafts)
     own = (said.along(given)[:, 1:] == said.along(chosen)[:, :-1]) & (said.along(before)[:, 1:] == said.path[:, :-1])
     behind = np.arange(drafts.tokens.shape[1]) < said.counts[:, None] - 1

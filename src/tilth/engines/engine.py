@@ -36,6 +36,7 @@ from tilth.models.converters import LowRank, frozen
 from tilth.models.decoder import Decoder, not_finite
 from tilth.models.inputs import ModelInput
 from tilth.models.parity import check_parity
+from tilth.models.row_product import prepare
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.kernels import CHOICE_ELEMENTS, PASS, ROWS, limit_for, round_up
@@ -66,6 +67,8 @@ class Engine(GenerationEngine):
         self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
         self._grammars = None if self.tokenizer is None else Grammars(self.tokenizer, config.vocab_size)
         self.device, self.dtype = torch.device(options.device), dtype
+        if self.device.type == "cpu" and dtype == torch.float32:
+            prepare()
         self.max_length = options.max_length or config.max_positions
         self._block_size, self.step_tokens = options.block_size, options.step_tokens
         self.kv_tokens = options.kv_tokens or options.max_rows * round_up(self.max_length, self._block_size)

@@ -25,6 +25,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.inputs import ModelInput
 from tilth.models.kernels import chosen
 from tilth.models.moe import ExpertContext
+from tilth.models.row_pass import RowPass, is_plain
 from tilth.plan.kernels import chunk_rows
 
 Forward = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
@@ -89,6 +90,7 @@ class Runner:
         self.compile_seconds = 0.0
         """Seconds in first calls of compiled code so far."""
         self._parity, self._multiple, self._compiled, self._graphs = parity, multiple, None, None
+        self._row_pass = RowPass(model) if parity and is_plain(model) else None
         if compile and device.type == "cuda":
             self._graphs = Graphs(self)
         elif compile:
@@ -141,7 +143,12 @@ class Runner:
         if self._compiled is not None and not eager:
             logp, mass = self._compiled(slab, ids, start, rules.temperature)
             return Decoded(logp, mass, uniform, rules)
-        logits = self.model.logits(self.forward_rows(slab, ModelInput(ids[:, None]), start, length))
+        hidden = None
+        if self._row_pass is not None and not eager:
+            hidden = self._row_pass.hidden(slab.keys, slab.values, ids, start, length)
+        if hidden is None:
+            hidden = self.forward_rows(slab, ModelInput(ids[:, None]), start, length)
+        logits = self.model.logits(hidden)
         return Decoded(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules)
 
     def verify(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
+from tilth.models import fused
 from tilth.models.activations import HostActivations, resident, run_layer
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.casts import cast
@@ -79,6 +80,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
+            if fused.serves(x) and (lanes := fused.norm_lanes(x.shape[-1], self.eps)):
+                return fused.norm(x, self.weight, self.eps, lanes)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * cast(self.weight, x.dtype)
 
@@ -164,6 +167,12 @@ class Attention(nn.Module):
         heads, kv_heads = (part.weight.shape[0] // hd for part in (self.q_proj, self.k_proj))  # perhaps one rank's
         if self.joined is not None and not torch.is_grad_enabled():
             every = _product_of([self.q_proj, self.k_proj, self.v_proj], self.joined, x)
+            if self._fuses(every, tables):
+                norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+                weights = None if norms is None else (norms[0].weight, norms[1].weight)
+                eps = 0.0 if norms is None else norms[0].eps
+                q, k = fused.heads(every, weights, tables, (heads, kv_heads, hd), eps)
+                return q, k, every[:, (heads + kv_heads) * hd :].view(rows, kv_heads, hd)
             every = every.view(rows, heads + 2 * kv_heads, hd)
             both, v = every.split((heads + kv_heads, kv_heads), 1)
             if self.q_norm is None and self.scale == 1:
@@ -177,6 +186,14 @@ class Attention(nn.Module):
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         q = q if self.scale == 1 else q * self.scale
         return rotate(q, *tables), rotate(k, *tables), v
+
+    def _fuses(self, x: Tensor, tables: Tables) -> bool:
+        """Return True if one pass norms and rotates the heads of a joined product."""
+        norm, width = self.q_norm, self.head_dim
+        if not fused.serves(x) or self.scale != 1 or self.wide_norm or tables[0].shape[-1] != width:
+            return False
+        plain = norm is None or (type(norm) is RMSNorm and fused.norm_lanes(width, norm.eps) > 0)
+        return plain and fused.rotates(width)
 
     def _normed(self, norm: RMSNorm, heads: Tensor) -> Tensor:
         return norm(heads.flatten(1)).view(heads.shape) if self.wide_norm else norm(heads)
@@ -209,8 +226,11 @@ class MLP(nn.Module):
         if torch.is_grad_enabled():
             return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
         if self.joined is None:
-            return self.down_proj(activate(self.activation, self.gate_proj(x)).mul_(self.up_proj(x)))
-        gate, up = _product_of([self.gate_proj, self.up_proj], self.joined, x).chunk(2, -1)
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = _product_of([self.gate_proj, self.up_proj], self.joined, x).chunk(2, -1)
+        if self.activation == "silu" and fused.serves(gate) and (exponential := fused.exponential_of()):
+            return self.down_proj(fused.gated(gate, up, exponential))
         return self.down_proj(activate(self.activation, gate).mul_(up))
 
     def fuse(self) -> None:

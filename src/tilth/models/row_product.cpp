@@ -1,16 +1,26 @@
 // Linear layers: rows [n, width] times the transpose of a weight [out, width], plus a bias: sums of ``terms`` fused multiply-adds in
 // ascending order, added one after another. W outputs of a panel are computed side by side, so squares of the weight
-// are transposed in registers: no copy of it is kept, which would have to follow its updates.
+// are transposed in registers: no copy of it is kept, which would have to follow its updates. Behind them, what lies
+// between products in a layer of a decoder, with the bits of torch's functions: nothing is contracted but what says so.
+#include <immintrin.h>
+
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #ifdef __AVX512F__
 constexpr int W = 16;
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define FMA _mm512_fmadd_ps
+#define ALL _mm512_set1_ps
 #else
 constexpr int W = 8;
 #define LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#define FMA _mm256_fmadd_ps
+#define ALL _mm256_set1_ps
 #endif
 typedef float Vector __attribute__((vector_size(4 * W)));
 typedef Vector Unaligned __attribute__((aligned(4), may_alias));
@@ -60,10 +70,10 @@ static void panel(const float* x, const float* weight, const float* bias, float*
 #pragma GCC unroll 16
         for (int j = 0; j < W; j++)
 #pragma GCC unroll 16
-          for (int n = 0; n < N; n++) sum[n] += x[n * width + at + j] * square[j];
+          for (int n = 0; n < N; n++) sum[n] = FMA(ALL(x[n * width + at + j]), square[j], sum[n]);
       } else {
         for (int j = first; j < last; j++)
-          for (int n = 0; n < N; n++) sum[n] += x[n * width + at + j] * square[j];
+          for (int n = 0; n < N; n++) sum[n] = FMA(ALL(x[n * width + at + j]), square[j], sum[n]);
       }
     }
     for (int n = 0; n < N; n++)
@@ -107,7 +117,7 @@ static void columns(const float* weights, const float* v, float* y, long keys, l
         for (int p = 0; p < P; p++) {
           const Vector row = load(v + k * width + p * W);
 #pragma GCC unroll 16
-          for (int n = 0; n < N; n++) sum[n * P + p] += weights[n * keys + k] * row;
+          for (int n = 0; n < N; n++) sum[n * P + p] = FMA(ALL(weights[n * keys + k]), row, sum[n * P + p]);
         }
       for (int i = 0; i < N * P; i++) part[i] = begin > start ? part[i] + sum[i] : sum[i];
     }
@@ -148,4 +158,229 @@ extern "C" void row_values(const float* weights, const float* v, float* y, long 
   each(heads, threads, [=](long h) {
     mixes[rows - 1](weights + h * rows * keys, v + h * stride, y + h * rows * width, keys, width, terms, block);
   });
+}
+
+// ---- between products ----
+
+using Unary = Vector (*)(Vector);
+
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Sixteen __attribute__((vector_size(64)));
+
+// Sum of squares in the order of torch's sums over rows: vectors of L, four side by side; sums of 16, 256 and 4096 of
+// these apart; then vectors that are left, elements that are left, and the lanes of the sum one after another.
+template <class Lanes>
+static float squares(const float* x, long width) {
+  constexpr int L = sizeof(Lanes) / 4;
+  const long vectors = width / L, fours = vectors / 4;
+  Lanes sum[4][4] = {};
+  const auto square = [x](long at) {
+    Lanes some;
+    std::memcpy(&some, x + at * L, sizeof some);
+    return some * some;
+  };
+  for (long i = 0; i < fours;) {
+    for (int k = 0; k < 4; k++) sum[0][k] += square(4 * i + k);
+    if (++i % 16) continue;
+    for (long level = 1, span = 16; level < 4; level++, span *= 16) {
+      for (int k = 0; k < 4; k++) {
+        sum[level][k] += sum[level - 1][k];
+        sum[level - 1][k] = Lanes{};
+      }
+      if (i / span % 16) break;
+    }
+  }
+  for (int level = 1; level < 4; level++)
+    for (int k = 0; k < 4; k++) sum[0][k] += sum[level][k];
+  for (long at = 4 * fours; at < vectors; at++) sum[0][0] += square(at);
+  for (int k = 1; k < 4; k++) sum[0][0] += sum[0][k];
+  float found = 0;
+  for (long i = vectors * L; i < width; i++) found += x[i] * x[i];
+  for (int i = 0; i < L; i++) found += sum[0][0][i];
+  return found;
+}
+
+// f(vectors of a, of b) for n elements; y may be a or b. The last vector is filled with zeros.
+template <class Body>
+static inline void each_vector(const float* a, const float* b, float* y, long n, Body f) {
+  long at = 0;
+  for (; at + W <= n; at += W) *(Unaligned*)(y + at) = f(load(a + at), load(b + at));
+  if (at < n) {
+    Vector left{}, right{};
+    std::memcpy(&left, a + at, 4 * (n - at));
+    std::memcpy(&right, b + at, 4 * (n - at));
+    left = f(left, right);
+    std::memcpy(y + at, &left, 4 * (n - at));
+  }
+}
+
+static void norm(const float* x, const float* weight, float* y, long width, float eps, long lanes) {
+  const float mean = (lanes == 16 ? squares<Sixteen>(x, width) : squares<Eight>(x, width)) / (float)width;
+  const float scale = 1 / std::sqrt(mean + eps);
+  each_vector(x, weight, y, width, [scale](Vector a, Vector b) { return a * scale * b; });
+}
+
+static void gated(const float* gate, const float* up, float* y, long n, Unary exp) {
+  each_vector(gate, up, y, n, [exp](Vector a, Vector b) { return a / (exp(-a) + 1.0f) * b; });
+}
+
+// In place, for a whole number of vectors.
+static void softmax(float* x, long n, Unary exp) {
+  Vector most = load(x);
+  for (long at = W; at < n; at += W) {
+    const Vector some = load(x + at);
+    most = some > most ? some : most;
+  }
+  float top = most[0];
+  for (int i = 1; i < W; i++) top = most[i] > top ? most[i] : top;
+  each_vector(x, x, x, n, [top, exp](Vector a, Vector) { return exp(a - top); });
+  Vector sum = load(x);
+  for (long at = W; at < n; at += W) sum += load(x + at);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+  const float scale = 1 / sum[0];
+  each_vector(x, x, x, n, [scale](Vector a, Vector) { return a * scale; });
+}
+
+// One head, in place.
+static void rotate(float* x, const float* cos, const float* sin, long width) {
+  const long half = width / 2;
+  long i = 0;
+  for (; i + W <= half; i += W) {
+    const Vector a = load(x + i), b = load(x + half + i);
+    *(Unaligned*)(x + i) = FMA(b, load(sin + i), a * load(cos + i));
+    *(Unaligned*)(x + half + i) = FMA(a, load(sin + half + i), b * load(cos + half + i));
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = x[half + i];
+    x[i] = std::fma(b, sin[i], a * cos[i]);
+    x[half + i] = std::fma(a, sin[half + i], b * cos[half + i]);
+  }
+}
+
+// Heads of one row, normed if there is a weight, and rotated; y may be x.
+static void turned(const float* x, const float* weight, const float* cos, const float* sin, float* y, long heads,
+                   long width, float eps, long lanes) {
+  for (long head = 0; head < heads; head++, x += width, y += width) {
+    if (weight)
+      norm(x, weight, y, width, eps, lanes);
+    else
+      std::memmove(y, x, 4 * width);
+    rotate(y, cos, sin, width);
+  }
+}
+
+extern "C" void row_norm(const float* x, const float* weight, float* y, long rows, long width, float eps, long lanes,
+                         int threads) {
+  each(rows, threads, [=](long row) { norm(x + row * width, weight, y + row * width, width, eps, lanes); });
+}
+
+extern "C" void row_gated(const float* gate, const float* up, float* y, Unary exp, long rows, long width,
+                          long gate_stride, long up_stride, int threads) {
+  each(rows, threads,
+       [=](long row) { gated(gate + row * gate_stride, up + row * up_stride, y + row * width, width, exp); });
+}
+
+extern "C" void row_softmax(float* x, Unary exp, long rows, long width) {
+  for (long row = 0; row < rows; row++) softmax(x + row * width, width, exp);
+}
+
+// x [rows, heads + kv_heads + more, width], a row each stride: queries and keys.
+extern "C" void row_heads(const float* x, const float* q_weight, const float* k_weight, const float* cos,
+                          const float* sin, float* q, float* k, long rows, long stride, long heads, long kv_heads,
+                          long width, float eps, long lanes, int threads) {
+  each(rows, threads, [=](long row) {
+    const float *mine = x + row * stride, *c = cos + row * width, *s = sin + row * width;
+    turned(mine, q_weight, c, s, q + row * heads * width, heads, width, eps, lanes);
+    turned(mine + heads * width, k_weight, c, s, k + row * kv_heads * width, kv_heads, width, eps, lanes);
+  });
+}
+
+// ---- a pass of one token a row through a decoder ----
+
+struct Linear {
+  const float *weight, *bias;
+  long terms;
+};
+struct Block {
+  Linear q, k, v, o, gate, up, down;
+  const float *before, *after, *q_norm, *k_norm;
+  float *keys, *values;
+  long window;
+};
+struct Sizes {
+  long rows, width, heads, kv_heads, head, inner, blocks, length, capacity, threads, shared;
+  long row_lanes, head_lanes, scores, values, block;
+};
+
+struct Pass {
+  const Sizes& s;
+  const long* start;
+  const float *cos, *sin;
+  float eps, scale;
+  Unary exp;
+
+  void linear(const float* x, const Linear& layer, float* y, long width, long out) const {
+    const int threads = width * out < s.shared ? 1 : (int)s.threads;
+    products[s.rows - 1](x, layer.weight, layer.bias, y, width, out, layer.terms, threads);
+  }
+
+  void norms(const float* x, const float* weight, float* y) const {
+    for (long row = 0; row < s.rows; row++) norm(x + row * s.width, weight, y + row * s.width, s.width, eps, s.row_lanes);
+  }
+
+  void attend(const Block& b, const float* q, const float* k, const float* v, float* scores, float* mixed) const {
+    const long group = s.heads / s.kv_heads, work = s.rows * s.heads * s.length * s.head;
+    each(s.rows * s.kv_heads, work < s.shared ? 1 : (int)s.threads, [=](long at) {
+      const long now = start[at / s.kv_heads];
+      float *keys = b.keys + at * s.capacity * s.head, *values = b.values + at * s.capacity * s.head;
+      std::memcpy(keys + now * s.head, k + at * s.head, 4 * s.head);
+      std::memcpy(values + now * s.head, v + at * s.head, 4 * s.head);
+      float* mine = scores + at * group * s.length;
+      products[group - 1](q + at * group * s.head, keys, nullptr, mine, s.head, s.length, s.scores, 1);
+      for (long row = 0; row < group; row++) {
+        for (long key = 0; key < s.length; key++)
+          if (key > now || (b.window && key <= now - b.window)) mine[row * s.length + key] = -INFINITY;
+        softmax(mine + row * s.length, s.length, exp);
+      }
+      mixes[group - 1](mine, values, mixed + at * group * s.head, s.length, s.head, s.values, s.block);
+    });
+  }
+
+  void block(const Block& b, float* x, float* room) const {
+    const long n = s.rows, wide = s.heads * s.head, narrow = s.kv_heads * s.head;
+    float *h = room, *q = h + n * s.width, *k = q + n * wide, *v = k + n * narrow, *mixed = v + n * narrow;
+    float *gate = mixed + n * wide, *up = gate + n * s.inner, *rest = up + n * s.inner;
+    const auto plus = [](Vector a, Vector b) { return a + b; };
+    norms(x, b.before, h);
+    linear(h, b.q, q, s.width, wide);
+    linear(h, b.k, k, s.width, narrow);
+    linear(h, b.v, v, s.width, narrow);
+    for (long row = 0; row < n; row++) {
+      const float *c = cos + row * s.head, *t = sin + row * s.head;
+      turned(q + row * wide, b.q_norm, c, t, q + row * wide, s.heads, s.head, eps, s.head_lanes);
+      turned(k + row * narrow, b.k_norm, c, t, k + row * narrow, s.kv_heads, s.head, eps, s.head_lanes);
+    }
+    each_vector(q, q, q, n * wide, [this](Vector a, Vector) { return a * scale; });
+    attend(b, q, k, v, rest, mixed);
+    linear(mixed, b.o, h, wide, s.width);
+    each_vector(x, h, x, n * s.width, plus);
+    norms(x, b.after, h);
+    linear(h, b.gate, gate, s.width, s.inner);
+    linear(h, b.up, up, s.width, s.inner);
+    gated(gate, up, gate, n * s.inner, exp);
+    linear(gate, b.down, h, s.inner, s.width);
+    each_vector(x, h, x, n * s.width, plus);
+  }
+};
+
+// x [rows, width]: embeddings, and hidden states after the final norm; cos, sin [rows, head]; start [rows], positions.
+extern "C" void row_pass(float* x, const float* cos, const float* sin, const long* start, const Block* blocks,
+                         const Sizes* sizes, const float* last, Unary exp, float eps, float scale) {
+  const Sizes& s = *sizes;
+  const long every = s.width + 2 * (s.heads + s.kv_heads) * s.head + 2 * s.inner + s.heads * s.length;
+  std::vector<float> room(s.rows * every);
+  const Pass pass{s, start, cos, sin, eps, scale, exp};
+  for (long i = 0; i < s.blocks; i++) pass.block(blocks[i], x, room.data());
+  pass.norms(x, last, x);
 }

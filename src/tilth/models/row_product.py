@@ -31,6 +31,11 @@ SHARED = 1 << 16
 """Elements of a weight from which on threads share a product."""
 SOURCE = Path(__file__).with_name("row_product.cpp")
 FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
+ARGUMENTS = {
+    "row_product": "ppppnnnni", "row_scores": "pppnnnnnni", "row_values": "pppnnnnnnni", "row_norm": "pppnnfni",
+    "row_gated": "ppppnnnni", "row_softmax": "ppnn", "row_heads": "pppppppnnnnnfni", "row_pass": "ppppppppff",
+}  # fmt: skip
+"""Function of the library -> its arguments: pointers, numbers, an int or a float."""
 _library: ctypes.CDLL | None = None
 
 
@@ -42,17 +47,24 @@ def prepare() -> None:
         found = ctypes.CDLL(str(_built()))
     except (ImportError, OSError, ValueError, subprocess.SubprocessError) as trouble:
         why = [*(getattr(trouble, "stderr", None) or str(trouble)).strip().splitlines(), type(trouble).__name__][0]
-        text = f"products of few rows cannot be built ({why}), so each is computed in a block of 4 to 16"
-        print(f"tilth: train.parity: {text}", file=sys.stderr)
+        text = f"({why}), so torch's functions compute, few rows with train.parity in blocks of 4 to 16"
+        print(f"tilth: the kernels for CPUs cannot be built {text}", file=sys.stderr)
         return
-    for function, pointers, numbers in ((found.row_product, 4, 4), (found.row_scores, 3, 6), (found.row_values, 3, 7)):
-        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_long] * numbers + [ctypes.c_int]
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+    for name, arguments in ARGUMENTS.items():
+        getattr(found, name).argtypes = [kinds[one] for one in arguments]
     _library = found
 
 
 def ready() -> bool:
     """Return True if the kernels are loaded."""
     return _library is not None
+
+
+def library() -> ctypes.CDLL:
+    """Return the kernels, which are ``ready``."""
+    assert _library is not None
+    return _library
 
 
 def _built() -> Path:
@@ -63,7 +75,7 @@ def _built() -> Path:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in FLAGS or platform.system() == "Windows":
         raise ValueError(f"it needs AVX2 or AVX-512 and no Windows, here are {capability} and {platform.system()}")
-    flags = ["-std=c++17", "-O2", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", *FLAGS[capability]]
+    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", *FLAGS[capability]]
     compiler, source = get_cxx_compiler(), SOURCE.read_bytes()
     digest = f"{zlib.crc32(source + ' '.join([compiler, *flags]).encode()):08x}"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
