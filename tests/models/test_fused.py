@@ -8,7 +8,7 @@ from tilth.models import fused, row_product
 from tilth.models.rope import rotate
 from tilth.models.steady import elementwise, steady
 
-CACHED = (fused.norm_lanes, fused.exponential_of, fused.rotates)
+CACHED = (fused.norms, fused.exponential_of, fused.rotates)
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +31,9 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_norm_has_the_bits_of_torch(width: int, rows: int) -> None:
     x, weight = random(rows, width) * 2, random(width)
-    lanes = fused.norm_lanes(width, 1e-6)
-    if not lanes:
+    if not fused.norms(width, 1e-6):
         pytest.skip("torch has another order of sums here")
-    assert torch.equal(fused.norm(x, weight, 1e-6, lanes), F.rms_norm(x, (width,), weight, 1e-6))
+    assert torch.equal(fused.norm(x, weight, 1e-6), F.rms_norm(x, (width,), weight, 1e-6))
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -53,7 +52,7 @@ def test_a_gate_has_the_bits_of_torch(rows: int, width: int, joined: bool) -> No
 def test_heads_have_the_bits_of_torch(width: int, normed: bool) -> None:
     rows, sizes, eps = 9, (4, 2, width), 1e-5
     x, weights, tables = random(rows, 8, width), (random(width), random(width) + 1), random(2, rows, 1, width).unbind()
-    if not fused.rotates(width) or (normed and not fused.norm_lanes(width, eps)):
+    if not fused.rotates(width) or (normed and not fused.norms(width, eps)):
         pytest.skip("torch has another order here")
     q, k = fused.heads(x.flatten(1), weights if normed else None, tables, sizes, eps)
     for found, part, weight in ((q, x[:, :4], weights[0]), (k, x[:, 4:6], weights[1])):
@@ -74,7 +73,7 @@ def test_an_exponential_function_that_torch_does_not_use_is_not_used(monkeypatch
 def test_an_order_of_sums_that_torch_does_not_have_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = F.rms_norm
     monkeypatch.setattr(F, "rms_norm", lambda x, *rest: plain(x.flip(-1), *rest).flip(-1))
-    assert not fused.norm_lanes(250, 1e-6)
+    assert not fused.norms(250, 1e-6)
 
 
 def test_tensors_of_other_kinds_are_left_to_torch() -> None:
@@ -87,4 +86,4 @@ def test_tensors_of_other_kinds_are_left_to_torch() -> None:
 def test_the_functions_of_this_machine_are_found() -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("not tried on other processors")
-    assert fused.exponential_of() and fused.norm_lanes(256, 1e-6) and fused.rotates(32)
+    assert fused.exponential_of() and fused.norms(256, 1e-6) and fused.rotates(32)

@@ -106,7 +106,7 @@ def test_a_model_with_adapters_of_its_own_has_none() -> None:
 
 def test_a_function_with_other_bits_leaves_the_modules_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (mine, _) = make_model(QWEN3), caches(QWEN3, 1)
-    for name, nothing in (("norm_lanes", 0), ("exponential_of", 0), ("rotates", False), ("summed", 0)):
+    for name, nothing in (("norms", False), ("exponential_of", 0), ("rotates", False), ("summed", 0)):
         with monkeypatch.context() as patched:
             patched.setattr(row_pass, name, lambda *_, nothing=nothing: nothing)
             assert RowPass(model).hidden(mine.keys, mine.values, torch.tensor([1]), torch.tensor([3]), SLOTS) is None

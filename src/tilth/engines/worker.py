@@ -27,8 +27,8 @@ class Abilities(NamedTuple):
     scores: bool
 
 
-LIMITS = RoundLimits(steps=4, seconds=0.01)
-"""A round costs messages and threads about 3 ms, a step of one request as much, and new requests wait for it."""
+LIMITS = RoundLimits(steps=16, seconds=0.01)
+"""A round costs messages and threads about 3 ms, a step of one request 1 ms or more, and new requests wait for it."""
 
 
 class EngineWorker:

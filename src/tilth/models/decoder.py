@@ -80,8 +80,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
-            if fused.serves(x) and (lanes := fused.norm_lanes(x.shape[-1], self.eps)):
-                return fused.norm(x, self.weight, self.eps, lanes)
+            if fused.serves(x) and fused.norms(x.shape[-1], self.eps):
+                return fused.norm(x, self.weight, self.eps)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * cast(self.weight, x.dtype)
 
@@ -168,10 +168,10 @@ class Attention(nn.Module):
         if self.joined is not None and not torch.is_grad_enabled():
             every = _product_of([self.q_proj, self.k_proj, self.v_proj], self.joined, x)
             if self._fuses(every, tables):
-                norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-                weights = None if norms is None else (norms[0].weight, norms[1].weight)
-                eps = 0.0 if norms is None else norms[0].eps
-                q, k = fused.heads(every, weights, tables, (heads, kv_heads, hd), eps)
+                by, eps = None, 0.0
+                if self.q_norm is not None and self.k_norm is not None:
+                    by, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+                q, k = fused.heads(every, by, tables, (heads, kv_heads, hd), eps)
                 return q, k, every[:, (heads + kv_heads) * hd :].view(rows, kv_heads, hd)
             every = every.view(rows, heads + 2 * kv_heads, hd)
             both, v = every.split((heads + kv_heads, kv_heads), 1)
@@ -190,10 +190,9 @@ class Attention(nn.Module):
     def _fuses(self, x: Tensor, tables: Tables) -> bool:
         """Return True if one pass norms and rotates the heads of a joined product."""
         norm, width = self.q_norm, self.head_dim
-        if not fused.serves(x) or self.scale != 1 or self.wide_norm or tables[0].shape[-1] != width:
-            return False
-        plain = norm is None or (type(norm) is RMSNorm and fused.norm_lanes(width, norm.eps) > 0)
-        return plain and fused.rotates(width)
+        plain = self.scale == 1 and not self.wide_norm and tables[0].shape[-1] == width and fused.serves(x)
+        normed = norm is None or (type(norm) is RMSNorm and plain and fused.norms(width, norm.eps))
+        return plain and normed and fused.rotates(width)
 
     def _normed(self, norm: RMSNorm, heads: Tensor) -> Tensor:
         return norm(heads.flatten(1)).view(heads.shape) if self.wide_norm else norm(heads)

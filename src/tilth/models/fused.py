@@ -20,8 +20,6 @@ from tilth.models.steady import GRAIN, elementwise, steady
 
 EXPONENTIALS = {"AVX512": "Sleef_expf16_u10", "AVX2": "Sleef_expf8_u10"}
 """Exponential function of a vector that torch is linked with, by capability."""
-LANES = (16, 8)
-"""Elements of a vector in torch's sums: not every kernel of it has one for the widest instructions."""
 LENGTHS = (16, 48, 272, 704)
 """Keys of a trial of the softmax."""
 _ROWS = 32
@@ -43,13 +41,13 @@ def _threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= GRAIN else 1
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, lanes: int) -> Tensor:
-    """Return ``F.rms_norm`` of the last dimension of x. lanes: ``norm_lanes``, above 0."""
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``F.rms_norm`` of the last dimension of x, if it ``norms`` this width."""
     x = x.contiguous()
     found, width = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // width
     pointers = x.data_ptr(), weight.data_ptr(), found.data_ptr()
-    library().row_norm(*pointers, rows, width, eps, lanes, _threads(x.numel()))
+    library().row_norm(*pointers, rows, width, eps, _threads(x.numel()))
     return found
 
 
@@ -63,19 +61,18 @@ def gated(gate: Tensor, up: Tensor, exponential: int) -> Tensor:
 
 
 def heads(
-    x: Tensor, norms: tuple[Tensor, Tensor] | None, tables: tuple[Tensor, ...], sizes: tuple[int, int, int], eps: float
+    x: Tensor, by: tuple[Tensor, Tensor] | None, tables: tuple[Tensor, ...], sizes: tuple[int, int, int], eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return queries [N, heads, width] and keys [N, kv_heads, width], normed by weights and rotated, of x [N, (heads +
     kv_heads) * width and more], whose rows are dense.
 
-    norms: weights of queries and of keys. tables: cosines and sines [N, 1, width]. sizes: heads, kv_heads, width.
+    by: weights of norms of queries and of keys. tables: cosines and sines [N, 1, width]. sizes: heads, kv_heads, width.
     """
     (count, kv_count, width), rows = sizes, x.shape[0]
     q, k = x.new_empty(rows, count, width), x.new_empty(rows, kv_count, width)
-    weights = (0, 0) if norms is None else tuple(one.data_ptr() for one in norms)
+    weights = (0, 0) if by is None else tuple(one.data_ptr() for one in by)
     pointers = x.data_ptr(), *weights, *(one.data_ptr() for one in tables), q.data_ptr(), k.data_ptr()
-    lanes = norm_lanes(width, eps) if norms else 0
-    library().row_heads(*pointers, rows, x.stride(0), count, kv_count, width, eps, lanes, _threads(q.numel()))
+    library().row_heads(*pointers, rows, x.stride(0), count, kv_count, width, eps, _threads(q.numel()))
     return q, k
 
 
@@ -87,13 +84,11 @@ def _random(*shape: int) -> Tensor:
 
 
 @cache
-def norm_lanes(width: int, eps: float) -> int:
-    """Return the elements of a vector with which norms of rows of this width have the bits of ``F.rms_norm``; 0: there
-    are none."""
+def norms(width: int, eps: float) -> bool:
+    """Return True if norms of rows of this width have the bits of ``F.rms_norm``."""
     x, weight = _random(_ROWS, width) * 3, _random(1, width)[0]
-    expected, alone = (F.rms_norm(some, (width,), weight, eps) for some in (x, x[-1:]))
-    tried = (lanes for lanes in LANES if torch.equal(norm(x, weight, eps, lanes), expected))
-    return next(tried, 0) if torch.equal(alone, expected[-1:]) else 0
+    tried = ((norm(some, weight, eps), F.rms_norm(some, (width,), weight, eps)) for some in (x, x[-1:]))
+    return all(torch.equal(*both) for both in tried)
 
 
 @cache

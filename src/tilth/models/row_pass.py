@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from tilth.models.decoder import MLP, Attention, Decoder, Layer, Linear, RMSNorm
-from tilth.models.fused import LANES, exponential_of, norm_lanes, rotates
+from tilth.models.fused import exponential_of, norms, rotates
 from tilth.models.row_product import MOST, SHARED, library, ready
 from tilth.models.steady import KEY_BLOCK, ProductShape, linear, of_heads, summed
+from tilth.plan.kernels import KEYS
 
+PLACES = [*(at for at in range(21) if at % 3 < 2), *range(21, 25)]
+"""Columns of a ``Block`` for weights, biases and norms."""
 _Table = tuple[np.ndarray, np.ndarray]
 """``Sizes`` and a ``Block`` for each layer, in C++; lengths and pointers are filled in by each pass."""
 
@@ -27,7 +30,10 @@ class RowPass:
     def __init__(self, model: Decoder) -> None:
         """model: one that ``is_plain``."""
         self._model = model
-        self._layers = [_parts(layer) for layer in model.model.layers]
+        parts = [_parts(layer) for layer in model.model.layers]
+        self._linears = [one for linears, _ in parts for one in linears]
+        every = [[*((p.weight, p.bias) for p in linears), [n and n.weight for n in norms]] for linears, norms in parts]
+        self._parameters = [one for layer in every for some in layer for one in some]
         self._tables: dict[tuple[int, int], _Table | None] = {}
 
     def hidden(
@@ -40,7 +46,7 @@ class RowPass:
         slots are read.
         """
         sizes = len(ids), torch.get_num_threads()
-        if not 0 < sizes[0] <= MOST or length % LANES[0]:
+        if not 0 < sizes[0] <= MOST or length % KEYS:
             return None
         if sizes not in self._tables:
             self._tables[sizes] = self._table(*sizes)
@@ -48,16 +54,14 @@ class RowPass:
             return None
         numbers, table = found
         numbers[7:9] = length, keys[0].shape[2]
-        for row, (linears, norms), *cached in zip(table, self._layers, keys, values):
-            row[0:21:3] = [one.weight.data_ptr() for one in linears]
-            row[1:21:3] = [0 if one.bias is None else one.bias.data_ptr() for one in linears]
-            row[21:25] = [0 if one is None else one.weight.data_ptr() for one in norms]
-            row[25:27] = [one.data_ptr() for one in cached]
+        pointers = np.array([0 if one is None else one.data_ptr() for one in self._parameters])
+        table[:, PLACES] = pointers.reshape(len(table), -1)
+        table[:, 25], table[:, 26] = ([one.data_ptr() for one in cached] for cached in (keys, values))
         model = self._model
         x, last, scale = model.embed(ids), model.model.norm, model.config.head_dim**-0.5
         given = (x, *model.rope.tables(start, None, torch.float32), start)
-        pointers = (*(one.data_ptr() for one in given), table.ctypes.data, numbers.ctypes.data, last.weight.data_ptr())
-        library().row_pass(*pointers, exponential_of(), last.eps, scale)
+        tables = table.ctypes.data, numbers.ctypes.data, last.weight.data_ptr(), exponential_of()
+        library().row_pass(*(one.data_ptr() for one in given), *tables, last.eps, scale)
         return x
 
     def _table(self, rows: int, threads: int) -> _Table | None:
@@ -65,17 +69,17 @@ class RowPass:
         if not ready() or not exponential_of():
             return None
         c, layers = self._model.config, self._model.model.layers
-        linears = [one for some, _ in self._layers for one in some]
-        shapes = (ProductShape("linear", *p.weight.shape, torch.float32, threads, p.bias is not None) for p in linears)
+        kind = torch.float32, threads
+        shapes = (ProductShape("linear", *p.weight.shape, *kind, p.bias is not None) for p in self._linears)
         terms = [summed(shape, rows) for shape in shapes]
-        inner = [of_heads(kind, c.head_dim, torch.float32, threads) for kind in ("scores", "values")]
+        inner = [of_heads(name, c.head_dim, *kind) for name in ("scores", "values")]
         whole = inner[0].width == inner[1].out == c.head_dim and rotates(c.head_dim)
         attention = [summed(shape, c.num_heads // c.num_kv_heads) for shape in inner]
-        lanes = [norm_lanes(width, c.rms_norm_eps) for width in (c.hidden_size, c.head_dim)[: 1 + c.qk_norm]]
-        if not whole or not all([*terms, *attention, *lanes]):
+        normed = [norms(width, c.rms_norm_eps) for width in (c.hidden_size, c.head_dim)[: 1 + c.qk_norm]]
+        if not whole or not all([*terms, *attention, *normed]):
             return None
         sizes = [rows, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, len(layers), 0, 0]
-        numbers = [*sizes, threads, SHARED, lanes[0], lanes[-1], *attention, KEY_BLOCK]
+        numbers = [*sizes, threads, SHARED, *attention, KEY_BLOCK]
         table = np.zeros((len(layers), 28), np.int64)
         table[:, 2:21:3] = np.reshape(terms, (len(layers), 7))
         table[:, 27] = [layer.window or 0 for layer in layers]

@@ -164,19 +164,13 @@ extern "C" void row_values(const float* weights, const float* v, float* y, long 
 
 using Unary = Vector (*)(Vector);
 
-typedef float Eight __attribute__((vector_size(32)));
-typedef float Sixteen __attribute__((vector_size(64)));
-
-// Sum of squares in the order of torch's sums over rows: vectors of L, four side by side; sums of 16, 256 and 4096 of
+// Sum of squares in the order of torch's sums over rows: vectors of 8, four side by side; sums of 16, 256 and 4096 of
 // these apart; then vectors that are left, elements that are left, and the lanes of the sum one after another.
-template <class Lanes>
 static float squares(const float* x, long width) {
-  constexpr int L = sizeof(Lanes) / 4;
-  const long vectors = width / L, fours = vectors / 4;
-  Lanes sum[4][4] = {};
+  const long vectors = width / 8, fours = vectors / 4;
+  __m256 sum[4][4] = {};
   const auto square = [x](long at) {
-    Lanes some;
-    std::memcpy(&some, x + at * L, sizeof some);
+    const __m256 some = _mm256_loadu_ps(x + at * 8);
     return some * some;
   };
   for (long i = 0; i < fours;) {
@@ -185,7 +179,7 @@ static float squares(const float* x, long width) {
     for (long level = 1, span = 16; level < 4; level++, span *= 16) {
       for (int k = 0; k < 4; k++) {
         sum[level][k] += sum[level - 1][k];
-        sum[level - 1][k] = Lanes{};
+        sum[level - 1][k] = __m256{};
       }
       if (i / span % 16) break;
     }
@@ -195,8 +189,8 @@ static float squares(const float* x, long width) {
   for (long at = 4 * fours; at < vectors; at++) sum[0][0] += square(at);
   for (int k = 1; k < 4; k++) sum[0][0] += sum[0][k];
   float found = 0;
-  for (long i = vectors * L; i < width; i++) found += x[i] * x[i];
-  for (int i = 0; i < L; i++) found += sum[0][0][i];
+  for (long i = vectors * 8; i < width; i++) found += x[i] * x[i];
+  for (int i = 0; i < 8; i++) found += sum[0][0][i];
   return found;
 }
 
@@ -214,9 +208,8 @@ static inline void each_vector(const float* a, const float* b, float* y, long n,
   }
 }
 
-static void norm(const float* x, const float* weight, float* y, long width, float eps, long lanes) {
-  const float mean = (lanes == 16 ? squares<Sixteen>(x, width) : squares<Eight>(x, width)) / (float)width;
-  const float scale = 1 / std::sqrt(mean + eps);
+static void norm(const float* x, const float* weight, float* y, long width, float eps) {
+  const float scale = 1 / std::sqrt(squares(x, width) / (float)width + eps);
   each_vector(x, weight, y, width, [scale](Vector a, Vector b) { return a * scale * b; });
 }
 
@@ -260,19 +253,19 @@ static void rotate(float* x, const float* cos, const float* sin, long width) {
 
 // Heads of one row, normed if there is a weight, and rotated; y may be x.
 static void turned(const float* x, const float* weight, const float* cos, const float* sin, float* y, long heads,
-                   long width, float eps, long lanes) {
+                   long width, float eps) {
   for (long head = 0; head < heads; head++, x += width, y += width) {
     if (weight)
-      norm(x, weight, y, width, eps, lanes);
+      norm(x, weight, y, width, eps);
     else
       std::memmove(y, x, 4 * width);
     rotate(y, cos, sin, width);
   }
 }
 
-extern "C" void row_norm(const float* x, const float* weight, float* y, long rows, long width, float eps, long lanes,
+extern "C" void row_norm(const float* x, const float* weight, float* y, long rows, long width, float eps,
                          int threads) {
-  each(rows, threads, [=](long row) { norm(x + row * width, weight, y + row * width, width, eps, lanes); });
+  each(rows, threads, [=](long row) { norm(x + row * width, weight, y + row * width, width, eps); });
 }
 
 extern "C" void row_gated(const float* gate, const float* up, float* y, Unary exp, long rows, long width,
@@ -288,11 +281,11 @@ extern "C" void row_softmax(float* x, Unary exp, long rows, long width) {
 // x [rows, heads + kv_heads + more, width], a row each stride: queries and keys.
 extern "C" void row_heads(const float* x, const float* q_weight, const float* k_weight, const float* cos,
                           const float* sin, float* q, float* k, long rows, long stride, long heads, long kv_heads,
-                          long width, float eps, long lanes, int threads) {
+                          long width, float eps, int threads) {
   each(rows, threads, [=](long row) {
     const float *mine = x + row * stride, *c = cos + row * width, *s = sin + row * width;
-    turned(mine, q_weight, c, s, q + row * heads * width, heads, width, eps, lanes);
-    turned(mine + heads * width, k_weight, c, s, k + row * kv_heads * width, kv_heads, width, eps, lanes);
+    turned(mine, q_weight, c, s, q + row * heads * width, heads, width, eps);
+    turned(mine + heads * width, k_weight, c, s, k + row * kv_heads * width, kv_heads, width, eps);
   });
 }
 
@@ -310,7 +303,7 @@ struct Block {
 };
 struct Sizes {
   long rows, width, heads, kv_heads, head, inner, blocks, length, capacity, threads, shared;
-  long row_lanes, head_lanes, scores, values, block;
+  long scores, values, block;
 };
 
 struct Pass {
@@ -326,7 +319,7 @@ struct Pass {
   }
 
   void norms(const float* x, const float* weight, float* y) const {
-    for (long row = 0; row < s.rows; row++) norm(x + row * s.width, weight, y + row * s.width, s.width, eps, s.row_lanes);
+    for (long row = 0; row < s.rows; row++) norm(x + row * s.width, weight, y + row * s.width, s.width, eps);
   }
 
   void attend(const Block& b, const float* q, const float* k, const float* v, float* scores, float* mixed) const {
@@ -358,8 +351,8 @@ struct Pass {
     linear(h, b.v, v, s.width, narrow);
     for (long row = 0; row < n; row++) {
       const float *c = cos + row * s.head, *t = sin + row * s.head;
-      turned(q + row * wide, b.q_norm, c, t, q + row * wide, s.heads, s.head, eps, s.head_lanes);
-      turned(k + row * narrow, b.k_norm, c, t, k + row * narrow, s.kv_heads, s.head, eps, s.head_lanes);
+      turned(q + row * wide, b.q_norm, c, t, q + row * wide, s.heads, s.head, eps);
+      turned(k + row * narrow, b.k_norm, c, t, k + row * narrow, s.kv_heads, s.head, eps);
     }
     each_vector(q, q, q, n * wide, [this](Vector a, Vector) { return a * scale; });
     attend(b, q, k, v, rest, mixed);

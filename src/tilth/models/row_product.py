@@ -32,8 +32,8 @@ SHARED = 1 << 16
 SOURCE = Path(__file__).with_name("row_product.cpp")
 FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
 ARGUMENTS = {
-    "row_product": "ppppnnnni", "row_scores": "pppnnnnnni", "row_values": "pppnnnnnnni", "row_norm": "pppnnfni",
-    "row_gated": "ppppnnnni", "row_softmax": "ppnn", "row_heads": "pppppppnnnnnfni", "row_pass": "ppppppppff",
+    "row_product": "ppppnnnni", "row_scores": "pppnnnnnni", "row_values": "pppnnnnnnni", "row_norm": "pppnnfi",
+    "row_gated": "ppppnnnni", "row_softmax": "ppnn", "row_heads": "pppppppnnnnnfi", "row_pass": "ppppppppff",
 }  # fmt: skip
 """Function of the library -> its arguments: pointers, numbers, an int or a float."""
 _library: ctypes.CDLL | None = None
