@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.data.test_examples import pair_tokenizer
 from tests.launch.laws import costs_of
-from tilth.cli.data import coloured, plain, runs
+from tilth.cli.data import coloured, lines, plain, runs
 from tilth.cli.main import app
 from tilth.config.load import from_dict
 from tilth.data.documents import Corpus
@@ -144,6 +144,63 @@ def test_balance_is_shown_and_in_json(tmp_path):
     assert "256 to 511" in shown.stdout and "dp=2" in shown.stdout and "none" in shown.stdout
     plain_ = json.loads(call("data", "show", toml(tmp_path, text), *more, "--json").stdout)["balance"]
     assert {one["balance"] for one in plain_["layouts"] if one["here"]} == {"tokens", "cost", "none"}
+
+
+# ---- mixtures ----
+
+
+def mixture(folder, flow="sft", steps=3, **more):
+    """Many short sums and few long ones, two steps of which are of the long ones."""
+    pairs = {"chosen": "b" * 8, "rejected": "c"}
+    short = [{"prompt": f"{i}?", "answer": "b"} | (pairs if flow == "dpo" else {}) for i in range(40)]
+    long = [{"prompt": f"{i}?", "answer": "b" * 90} | (pairs if flow == "dpo" else {}) for i in range(10)]
+    parts = []
+    for name, rows, weight in (("short", short, 3.0), ("long", long, 1.0)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{" * (flow != "dpo"))
+        parts.append(
+            {
+                "name": name,
+                "on_error": "skip",
+                "source": str(folder / f"{name}.jsonl"),
+                "weight": weight,
+                **more.pop(name, {}),
+            }
+        )
+    data = {"mixture": parts, "holdout": 0.0}
+    given = {"supervised": {"steps": steps, "batch": 8}, "model": {"context": 128}, "run": {"dir": str(folder)}}
+    return from_dict({"flow": flow, "data": data, **given, **more})
+
+
+@pytest.mark.parametrize("flow", ["sft", "dpo", "pretrain"])
+def test_a_mixture_is_shown_as_the_run_draws_it(tmp_path, flow):
+    recipe = mixture(tmp_path, flow, short={"schedule": {"0": 1.0, "2": 0.0}})
+    view = look(recipe, 0)
+    assert [(one.source, one.weight) for one in view.mixture] == [("short", 0.75), ("long", 0.25)]
+    drawn = [one.drawn for one in view.mixture]
+    assert any("1 by errors left out" in note for note in view.notes) == (flow != "dpo")
+    assert sum(drawn) == 24 and drawn[0] < 16 and drawn[1] > 8 and not view.problems
+    if flow != "dpo":  # where the long ones are as likely as any
+        assert view.packing.rows == 8 and view.packing.fill * view.packing.micro_batches > look_fill(tmp_path, flow)
+    else:
+        assert view.packing.rows == 16
+    text = "\n".join(lines(view))
+    assert "75.0% of the first step" in text and f"the run draws {drawn[1]:,}" in text
+
+
+def look_fill(folder, flow):
+    """Room that is filled where no step draws more of the long ones than their share."""
+    found = look(mixture(folder, flow), 0).packing
+    return found.fill * found.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [({"at_end": "stop"}, "source long of data.mixture ends"), ({"schedule": {"0": 0.0, "9": 1.0}}, "")],
+)
+def test_a_mixture_that_ends_before_the_run_would_stop_it(tmp_path, ends, said):
+    view = look(mixture(tmp_path, steps=20, long=ends), 0)
+    assert [said in problem for problem in view.problems] == ([True] if said else [])
+    assert [one.drawn is None for one in view.mixture] == [bool(said)] * 2 and view.packing is not None
 
 
 def test_a_part_of_a_large_source_is_told(talks, monkeypatch):

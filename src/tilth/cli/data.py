@@ -14,7 +14,7 @@ from tilth.cli.main import DataShowCommand, DataTokenizeCommand
 from tilth.cli.tables import Terminal, new_table
 from tilth.cli.tables import show as show_parts
 from tilth.launch.data_balance import BalanceReport
-from tilth.launch.data_view import ShownExample, View, look, tokenise
+from tilth.launch.data_view import MixtureShare, ShownExample, View, look, tokenise
 from tilth.runs.trust import load_named
 from tilth.ui import format
 
@@ -56,6 +56,7 @@ def lines(view: View) -> list[str]:
     of = f"{view.seen:,} of {view.train:,}" if what == "prompts" and view.seen < view.train else "all"
     rows = [
         ("data", f"{view.source}: {view.train:,} {what} to train on, {view.heldout:,} held out; figures are of {of}"),
+        *(("mixture", _share(one)) for one in view.mixture),
         ("tokenizer", f"{view.tokenizer}, {view.vocabulary:,} tokens"),
         ("template", f"{view.template}; completions end with {ends}" + (view.stable and f"; {view.stable}")),
         ("context", f"{view.context} tokens"),
@@ -95,6 +96,11 @@ def balance_tables(found: BalanceReport) -> list[Table | str]:
         f"\npredicted before any training, by {found.source}{error}; the recipe's layout first:",
         new_table(*titles, right=titles[2:], rows=rows),
     ]
+
+
+def _share(one: MixtureShare) -> str:
+    text = f"{one.source}: {one.samples:,} samples to train on, {one.weight:.1%} of the first step"
+    return text if one.drawn is None else f"{text}; the run draws {one.drawn:,}, {one.drawn / one.samples:.2g} epochs"
 
 
 def _lengths(view: View, name: str) -> str:

@@ -392,6 +392,8 @@ class DataShowCommand(NamedTuple):
     Of supervised steps also what lengths cost, and before any training how even the ranks of the layout would be and
     how long an update takes, beside other balances and layouts.
 
+    Of a mixture also how many samples the run draws of each source.
+
     balance in --json: source, error, lengths (least, most, rows, tokens, cost: shares), layouts (layout, balance, here,
     spread, idle, padding, seconds).
     """

@@ -96,9 +96,14 @@ class Mixture:
         own = np.bincount(np.searchsorted(lasts, indices), minlength=len(self.parts))
         return {part.name: int(count) for part, count in zip(self.parts, own)}
 
+    def drawn(self, stream: Stream, count: int) -> np.ndarray:
+        """Return the number of samples of each source among the first ``count``, int64 [sources]. ``DataError`` if
+        there are fewer."""
+        return self._at(stream, count).counts
+
     def ends(self, stream: Stream, start: int, count: int) -> list[str]:
         """Return a line on each source that has given its last sample within these positions."""
-        before, after = (self._at(stream, at).counts for at in (start, start + count))
+        before, after = (self.drawn(stream, at) for at in (start, start + count))
         lines = []
         for part, size, one, other in zip(self.parts, self._sizes, before // self._sizes, after // self._sizes):
             if one < other:
@@ -108,7 +113,7 @@ class Mixture:
 
     def check(self, stream: Stream, count: int) -> None:
         """Raise ``DataError`` now for a source, or a schedule, that ends before this many samples."""
-        self._at(stream, count)
+        self.drawn(stream, count)
 
     def table(self) -> list[MixtureRow]:
         """Return a row for each source."""

@@ -25,7 +25,7 @@ from tilth.core.batch import Batch
 from tilth.core.errors import DataError, RecipeError
 from tilth.core.layout import Mesh
 from tilth.core.memory import Room, host_memory
-from tilth.core.random import stream
+from tilth.core.random import Stream, stream
 from tilth.data.alignment import Translator
 from tilth.data.cache import CACHE, CacheEntry
 from tilth.data.computed import has_media
@@ -185,7 +185,7 @@ def build(
         choice = choose(resolved(recipe), config, plan, compiled)
         recipe = recipe.replaced("train", compile=choice.compiled)
         data.notes.append(f"train.compile = auto: {choice.why}")
-    _check_mixture(recipe, data.train)
+    check_mixture(recipe, data.train)
     places = place(recipe, generates=generates)
     for units in (placed.mesh.units for placed in places.values()):
         if units > 1:
@@ -405,13 +405,21 @@ def mixed(recipe: Recipe, rows: Sequence[np.ndarray], lengths: np.ndarray | None
     return Mixture(recipe.data.sources, rows, recipe.supervised.batch, prompts, lengths)
 
 
-def _check_mixture(recipe: Recipe, train: Split) -> None:
-    """Raise DataError for a source, or a schedule, that ends before the run does."""
+def mixture_draws(recipe: Recipe) -> dict[Stream, int]:
+    """Return the samples that a run draws from each stream of its mixture; of prompts at least, as rounds may refill a
+    batch. The recipe has supervised.steps instead of epochs."""
+    kind = {"answers": "examples", "experience": "examples"}.get(recipe.flow_spec.learns, recipe.flow_spec.learns)
+    draws = {stream(recipe.seed, kind): recipe.supervised.steps * recipe.supervised.batch}
+    if recipe.flow_spec.samples:
+        draws[stream(recipe.seed, "prompts")] = recipe.algorithm.steps * recipe.rollout.prompts
+    return draws
+
+
+def check_mixture(recipe: Recipe, train: Split) -> None:
+    """Raise DataError for a source, or a schedule, that ends before the run does. recipe: as of ``mixture_draws``."""
     if isinstance(train, Mixture):
-        kind = {"answers": "examples", "experience": "examples"}.get(recipe.flow_spec.learns, recipe.flow_spec.learns)
-        train.check(stream(recipe.seed, kind), recipe.supervised.steps * recipe.supervised.batch)
-        if recipe.flow_spec.samples:
-            train.check(stream(recipe.seed, "prompts"), recipe.algorithm.steps * recipe.rollout.prompts)
+        for order, count in mixture_draws(recipe).items():
+            train.check(order, count)
 
 
 def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> TrainingData:

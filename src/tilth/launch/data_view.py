@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -11,18 +13,29 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, TilthError
 from tilth.core.random import stream
 from tilth.data.examples import Encoded, encode_pairs
-from tilth.data.mixture import MixtureRow
+from tilth.data.mixture import Mixture, MixtureRow
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import Prompt, PromptSet, with_holdout
 from tilth.data.template import Example, Template, data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools
-from tilth.launch.build import PretrainTexts, all_lengths, mixed, model_config, prompt_checks, tokenised
+from tilth.launch.build import (
+    PretrainTexts,
+    all_lengths,
+    check_mixture,
+    mixed,
+    mixture_draws,
+    model_config,
+    prompt_checks,
+    prompt_lengths,
+    tokenised,
+)
 from tilth.launch.data_balance import BalanceReport, balance_report
 from tilth.launch.planning import generating
 from tilth.launch.rewards import chosen_reward
 from tilth.models.config import DecoderConfig
 from tilth.plan.packing import micro_batches
+from tilth.plan.steps import supervised_steps
 from tilth.rewards.functions import check_answers
 from tilth.runs.models import choose_tokenizer, load_model
 
@@ -50,8 +63,20 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class MixtureShare:
+    """One source of a mixture. samples: to train on; weight: its share where the run begins; drawn: samples of it in
+    the whole run, None if the run would be stopped before its end."""
+
+    source: str
+    samples: int
+    weight: float
+    drawn: int | None
+
+
+@dataclass(frozen=True)
 class PackingReport:
-    """Batches of some steps, packed. fill: tokens over room; padding: its share if rows were padded instead."""
+    """Batches of some steps, packed. rows: mean of a step; fill: tokens over room; padding: its share if rows were
+    padded instead."""
 
     rows: int
     micro_batches: float
@@ -75,7 +100,8 @@ class View:
     """Findings of ``tilth data show``.
 
     seen: records (pretrain: pieces) that the figures describe. longer: number of each kind that exceeds its room.
-    stable: verdict on the template. balance: of supervised steps. problems: would stop the run.
+    stable: verdict on the template. packing, balance: of the first supervised steps of a mixture, else of steps in a
+    random order. mixture: its sources. problems: would stop the run.
     """
 
     flow: str
@@ -88,6 +114,7 @@ class View:
     stops: list[str]
     context: int
     seen: int
+    mixture: list[MixtureShare] = field(default_factory=list)
     lengths: dict[str, Lengths] = field(default_factory=dict)
     longer: dict[str, int] = field(default_factory=dict)
     loss_share: float | None = None
@@ -136,11 +163,16 @@ def _prompts(recipe: Recipe, n: int) -> View:
     template = data_template(recipe.data, tokenizer, listed_tools(recipe.rollout.environment), prompts.starts)
     some = train.spread(MOST)
     view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
-    view.template, view.notes = template.name, [*view.notes, *recipe.told]
+    view.template, view.notes = template.name, [*view.notes, *recipe.told, *prompts.left_out()]
     view.stops = [tokenizer.token(i) for i in template.stops]
     if not recipe.data.template:  # a chat template writes every token itself
         view.notes += _left_out(tokenizer)
     asked = np.array([len(ids) for chunk in _chunks(some) for ids in template.prompts(chunk)])
+    first = np.zeros(0, np.int64)
+    if recipe.data.mixture:
+        tools = listed_tools(recipe.rollout.environment)
+        order = mixed(recipe, train.parts, prompt_lengths(recipe, train, template, tokenizer, tools))
+        first = _mixture(recipe, view, order)
     generates = generating(recipe)
     turns = bool(recipe.rollout.environment)  # a turn gets what room there is
     room = recipe.model.context - (1 if turns else recipe.rollout.max_tokens) * generates
@@ -152,9 +184,9 @@ def _prompts(recipe: Recipe, n: int) -> View:
         )
     pairs, shape = recipe.flow_spec.learns == "pairs", partial(model_config, recipe, loaded, tokenizer)
     if pairs:
-        _compared(recipe, view, template, prompts, [p.index for p in some], shape)
+        _compared(recipe, view, template, prompts, [p.index for p in some], first, shape)
     else:
-        _learnt(recipe, view, template, some, shape)
+        _learnt(recipe, view, template, some, [prompts[i] for i in first], shape)
     view.problems += [text for text in _refused(recipe, prompts, template) if text not in view.problems]
     chosen = train.spread(n)
     if pairs:
@@ -177,8 +209,32 @@ def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator
             yield str(error)
 
 
-def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Prompt], shape: Shape) -> None:
-    """Add the findings on prompts with answers, which supervised steps learn from."""
+def _mixture(recipe: Recipe, view: View, order: Mixture) -> np.ndarray:
+    """Add the sources of a mixture, and what they draw; return the indices of its first supervised steps."""
+    recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(order)))
+    draws, batch = mixture_draws(recipe), recipe.supervised.batch
+    first, counts = np.zeros(0, np.int64), [None] * len(recipe.data.mixture)
+    try:
+        check_mixture(recipe, order)
+        counts = np.sum([order.drawn(one, count) for one, count in draws.items()], axis=0).tolist()
+        supervised = next(iter(draws))
+        first = order.take(supervised, 0, min(draws[supervised], STEPS * batch))
+    except DataError as error:
+        view.problems.append(str(error))
+    view.mixture = [MixtureShare(row.source, row.samples, row.weight, n) for row, n in zip(order.table(), counts)]
+    return first
+
+
+def _learnt(
+    recipe: Recipe,
+    view: View,
+    template: Template,
+    prompts: Sequence[Prompt],
+    first: Sequence[Prompt],
+    shape: Shape,
+) -> None:
+    """Add the findings on prompts with answers, which supervised steps learn from. first: those of a mixture's first
+    steps."""
     answered = [p for p in prompts if p.answer is not None]
     supervised = recipe.flow == "sft" or bool(recipe.supervised.steps or recipe.supervised.epochs)
     if supervised and len(answered) < len(prompts):
@@ -206,14 +262,23 @@ def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Pr
         )
     view.loss_share = float(learnt.sum() / whole.sum())
     if supervised:
-        _pack(recipe, view, whole, shape)
+        own, _ = _examples(template, [p for p in first if p.answer is not None])
+        known = bool(own) and len(own) == len(first)
+        drawn = np.array([len(e.tokens) for e in own]) if known else whole
+        _pack(recipe, view, _steps(recipe, drawn[:, None], shuffled=not known), shape)
 
 
 def _compared(
-    recipe: Recipe, view: View, template: Template, prompts: PromptSet, indices: list[int], shape: Shape
+    recipe: Recipe,
+    view: View,
+    template: Template,
+    prompts: PromptSet,
+    indices: list[int],
+    first: np.ndarray,
+    shape: Shape,
 ) -> None:
-    """Add the findings on both answers of each pair."""
-    found: list[Encoded] = []
+    """Add the findings on both answers of each pair. first: as of ``_learnt``."""
+    found, samples = list[Encoded](), list[list[int]]()
     for start in range(0, len(indices), CHUNK):
         try:
             found += encode_pairs(prompts, indices[start : start + CHUNK], template, sys.maxsize)
@@ -221,13 +286,16 @@ def _compared(
             view.problems.append(str(error))
     if not found:
         return
+    drawn = encode_pairs(prompts, first, template, sys.maxsize) if len(first) and not view.problems else found
+    for _, own in groupby(drawn, attrgetter("prompt")):
+        samples.append([len(side.tokens) for one in own for side in (one.chosen, one.rejected)])
     sides = [e for one in found for e in (one.chosen, one.rejected)]
     whole, learnt = np.array([(len(e.tokens), int(e.mask.sum())) for e in sides]).T
     chosen, rejected = Lengths.of(learnt[::2]), Lengths.of(learnt[1::2])
     view.lengths |= {"chosen": chosen, "rejected": rejected, "example": Lengths.of(whole)}
     view.longer["example"] = int((whole > recipe.model.context).sum())
     view.loss_share = float(learnt.sum() / whole.sum())
-    _pack(recipe, view, whole, shape)
+    _pack(recipe, view, _steps(recipe, samples, shuffled=drawn is found), shape)
     view.notes.append(f"{len(found):,} pairs of {len(indices):,} prompts; of each pair the chosen answer comes first")
 
 
@@ -272,13 +340,16 @@ def _documents(recipe: Recipe, n: int) -> View:
     texts = PretrainTexts.of(recipe_prompts(recipe), recipe.data.holdout)
     loaded = load_model(recipe.model.path) if recipe.model.path else None
     tokenizer = choose_tokenizer(recipe, None, loaded, texts.train)
-    corpus = tokenised(recipe, texts, tokenizer)[0]
+    corpus, _, pieces = tokenised(recipe, texts, tokenizer)
     view = _view(recipe, tokenizer, len(texts.train), len(texts.heldout), len(corpus))
     view.notes += texts.notes
     view.stops = [tokenizer.token(tokenizer.eos_id)]
     view.lengths["piece"] = Lengths.of(corpus.lengths)
     view.loss_share = 1 - len(corpus) / corpus.tokens_in_all
-    _pack(recipe, view, corpus.lengths, partial(model_config, recipe, loaded, tokenizer))
+    first = _mixture(recipe, view, mixed(recipe, pieces, corpus.lengths)) if recipe.data.mixture else np.zeros(0)
+    drawn = corpus.lengths[first] if len(first) else corpus.lengths
+    shape = partial(model_config, recipe, loaded, tokenizer)
+    _pack(recipe, view, _steps(recipe, drawn[:, None], shuffled=not len(first)), shape)
     full = float((corpus.lengths == recipe.model.context).mean())
     view.notes += [
         f"{len(corpus):,} pieces, {full:.0%} of them as long as the context",
@@ -320,17 +391,26 @@ def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
     return (prompts[at : at + CHUNK] for at in range(0, len(prompts), CHUNK))
 
 
-def _pack(recipe: Recipe, view: View, lengths: np.ndarray, shape: Shape) -> None:
-    """Pack the batches of some steps, in a random order, with the trainer's function, and predict what they cost."""
+def _steps(recipe: Recipe, samples: np.ndarray | list[list[int]], *, shuffled: bool) -> list[np.ndarray]:
+    """Return the lengths of the rows of some steps, int64 [rows] each. samples: lengths of the rows of each sample, as
+    they are drawn, unless they are to be shuffled."""
+    batch, order = min(recipe.supervised.batch, len(samples)), np.arange(len(samples))
+    if shuffled:
+        order = np.asarray(stream(recipe.seed, "data show").permutation(len(samples)))
+    ends = range(batch, min(len(order), batch * STEPS) + 1, batch)
+    return [np.concatenate([samples[i] for i in order[end - batch : end]]) for end in ends]
+
+
+def _pack(recipe: Recipe, view: View, steps: Sequence[np.ndarray], shape: Shape) -> None:
+    """Pack the batches of some steps with the trainer's function, and predict what they cost."""
     if recipe.data.packing == "none":
         return
-    batch, room = min(recipe.supervised.batch, len(lengths)), recipe.train.micro_tokens
-    order = np.asarray(stream(recipe.seed, "data show").permutation(len(lengths)))[: batch * STEPS]
-    steps = [lengths[order[at : at + batch]] for at in range(0, len(order) - batch + 1, batch)]
+    room = recipe.train.micro_tokens
     made = sum(len(micro_batches(step, room)) for step in steps)
     tokens = sum(int(step.sum()) for step in steps)
     padded = sum(len(step) * int(step.max()) for step in steps)
-    view.packing = PackingReport(batch, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
+    rows = round(sum(map(len, steps)) / len(steps))
+    view.packing = PackingReport(rows, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
     try:
         view.balance = balance_report(recipe, shape(), steps)
     except RecipeError as error:  # a device without published rates; or what stops the run for another reason
