@@ -159,6 +159,16 @@ def test_a_missing_file_names_its_source(letters):
         load_source(mixed("", {"name": "code", "source": letters}, {"name": "web", "source": letters[:-1]}))
 
 
+def test_errors_of_a_source_have_its_own_keys(tmp_path):
+    file = write(tmp_path / "d.jsonl", {"question": "a"})
+    with raises(DataError, "d.jsonl:1.prompt.missing") as caught:
+        load_source(mixed("", {"name": "web", "source": file}))
+    assert "try data.mixture.web.columns.prompt=question" in str(caught.value)
+    with raises(DataError, "d.jsonl") as caught:
+        load_source(mixed("", {"name": "web", "source": file, "on_error": "skip"}))
+    assert "data.mixture.web = " in str(caught.value)
+
+
 def test_records_are_transformed_anew_when_a_module_beside_the_plugin_changes(tmp_path, letters, monkeypatch):
     monkeypatch.setattr(index, "IN_MEMORY", 0)
     file = tmp_path / "with_helper.py"

@@ -127,6 +127,8 @@ class RecordOrigin:
                 found = self.prompt(record, where, sample, make, len(material.samples))
             except (DataError, PluginError) as error:
                 if self.part.on_error == "stop":
+                    if self.data.mixture:  # whose sources have columns of their own
+                        error.args = (str(error).replace("data.columns.", f"{self.key}.columns."),)
                     raise
                 material.left["errors"] += 1
                 material.left.setdefault(f"first: {error}", 0)
@@ -196,7 +198,7 @@ class RecordOrigin:
             return nothing_in(self.brought[0], self.argument)
         if documents:
             return DataError(f"{self.key} = {self.name!r} has no documents{why}", key=f"{self.key}.documents")
-        return DataError(f"dataset {self.name!r} is empty{why}", key=os.path.basename(self.name))
+        return DataError(f"{self.key} = {self.name!r} is empty{why}", key=os.path.basename(self.name))
 
 
 def _owned(value: Any) -> Any:
