@@ -112,7 +112,7 @@ def engine(
     """An engine, plain or with drafts. path: of a drafting model."""
     drafts: dict[str, Any] = {"draft": DraftConfig(apart="apart" in how), "branches": how == "tree"}
     if path:
-        own = {"dtype": dtype, "tokens": DraftConfig().tokens, "layers": config.num_layers}
+        own: dict[str, Any] = {"dtype": dtype, "tokens": DraftConfig().tokens, "layers": config.num_layers}
         drafts["drafter"] = partial(model_drafter, path, device="cpu", **own)
     drafts = {} if how == "plain" else drafts
     return Engine(config, EngineOptions(max_rows=rows, dtype=dtype, parity=parity, max_length=CONTEXT * 4, **drafts))
