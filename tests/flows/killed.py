@@ -44,6 +44,7 @@ BESIDE = BEHIND | {
     "cluster": {"backend": "local", "pools": {"train": 1, "rollout": 2}},
     "rollout": BEHIND["rollout"] | {"pool": "rollout", "layout": {"dp": 2}},
     "run": {"save_every": 1},
+    "train": {"parity": True},
 }
 FLOWS = {
     "grpo": {}, "ppo": PPO, "episodes": EPISODES, "behind": BEHIND, "episodes behind": BOTH, "behind beside": BESIDE

@@ -12,6 +12,7 @@ import pytest
 
 from tests.config.test_plugins import forget
 from tests.flows import tiny
+from tests.flows.killed import BESIDE
 from tests.flows.test_async_sampler import check_once, check_resumed, recipe, rows, state
 from tests.flows.test_replay import check_same
 from tests.flows.test_replay import recipe as exact
@@ -146,7 +147,8 @@ def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, short_rounds, monkeypat
 
 @pytest.mark.slow
 def test_twenty_kills_of_the_controller_cost_no_sample(tmp_path):
-    """Each attempt dies some time after it has committed a step, and its workers end with it."""
+    """Each attempt dies some time after it has committed a step, and its workers end with it. A replay on one replica
+    has the same trajectories and weights bit for bit."""
     dice, run = random.Random(stream_id("controller", 1)), SimpleNamespace(directory=tmp_path / "tiny-001")
     for _ in range(20):
         process, before = child(tmp_path, flow="behind beside"), committed(run)
@@ -166,6 +168,9 @@ def test_twenty_kills_of_the_controller_cost_no_sample(tmp_path):
     records = read_metrics(run.directory)
     assert all(record["staleness/max"] <= 2 for record in records) and records[-1]["attempt"] == 21
     assert sum(record["samples/resumed"] for record in records) > 20
+    where = {"backend": "local", "pools": {"train": 1, "rollout": 1}}
+    alone = BESIDE | {"cluster": where, "rollout": BESIDE["rollout"] | {"layout": {"dp": 1}}}
+    check_same(run, tiny.run(tiny.recipe(tmp_path, **alone), name="again", replay=run.directory))
 
 
 def committed(run):
