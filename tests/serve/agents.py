@@ -4,12 +4,14 @@ import asyncio
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
 import tilth
 from tests.serve.game import TURNS, answer, first, score
 
+INPUT_TOOL = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}
 TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -255,11 +257,45 @@ class Odd(Speaks):
         except openai.NotFoundError:
             self.ask()
 
+    def count(self, **body):
+        asked = {"model": self.model, "messages": self.messages, **body}
+        return self.client.post("/messages/count_tokens", body=asked, cast_to=object)["input_tokens"]
+
     def counts(self):
-        try:
-            self.client.post("/messages/count_tokens", body={}, cast_to=object)
-        except openai.NotFoundError:
-            self.ask()
+        """Beside calls, and in vain: nothing of it is part of an episode."""
+        for wrong in ({"model": "gpt-5"}, {"messages": []}, {"tool_choice": {"type": "none"}, "tools": [INPUT_TOOL]}):
+            try:
+                self.count(**wrong)
+            except (openai.BadRequestError, openai.NotFoundError):
+                continue
+            raise AssertionError("it was counted")
+        several = [self.count(), self.count(messages=[*self.messages, *self.messages])]
+        assert several[0] < several[1]
+        for _ in range(2):
+            before = self.count()
+            with ThreadPoolExecutor() as pool:
+                beside = [pool.submit(self.count) for _ in range(3)]
+                found = self.ask()
+            assert before == found.usage.prompt_tokens and all(one.result() > 0 for one in beside)
+            self.go_on()
+
+    def counts_by_anthropic(self):
+        import anthropic
+
+        address = str(self.client.base_url).rstrip("/").removesuffix("/v1")
+        client = anthropic.Anthropic(base_url=address, api_key=self.client.api_key, max_retries=0)
+        asked = {"model": self.model, "tools": [INPUT_TOOL], "system": "Say a number."}
+        for turn in range(3):
+            counted = client.messages.count_tokens(**asked, messages=self.messages)
+            found = client.messages.create(**asked, messages=self.messages, max_tokens=12)
+            self.parts[f"turn{turn}"] = float(counted.input_tokens == found.usage.input_tokens)
+            self.messages = [*self.messages, {"role": "assistant", "content": found.content}]
+            self.go_on()
+        self.parts["fresh"] = float(client.messages.count_tokens(**asked, messages=self.messages[:1]).input_tokens)
+        self.parts["last"] = float(client.messages.count_tokens(**asked, messages=self.messages).input_tokens)
+
+    def only_counts(self):
+        self.count()
 
     def doubles(self):
         try:

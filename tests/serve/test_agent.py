@@ -173,6 +173,7 @@ def test_failures_are_the_episodes_own(odd):
         "comes_back_at_once": "",
         "completes": "there is no /v1/completions for an agent, but /v1/chat/completions",
         "counts": "",
+        "only_counts": "run ended without a call",
         "doubles": "this client adds /v1 itself: give it base_url without",
         "long": "of a context of 400",
         "long_and_raises": "of a context of 400",
@@ -196,6 +197,16 @@ def test_failures_are_the_episodes_own(odd):
     first = well.trajectory.logprobs[chosen[: int(well.parts["new"])]]
     assert well.parts["logprob"] == pytest.approx(float(first.sum()), rel=1e-6)
     assert well.turns == 2 and well.parts["stopped"] == 1
+
+
+@pytest.mark.parametrize("partial", [0, 5])
+def test_tokens_are_counted_as_the_call_has_them(odd, partial):
+    """By Anthropic's client, of each turn before it is asked for; also where the episode pauses between its turns."""
+    pytest.importorskip("anthropic", reason="the client anthropic is not installed")
+    (one,) = play(odd, [{"prompt": "What?", "how": "counts_by_anthropic"}], partial=partial)
+    t, opened = one.trajectory, [s.start for s in one.trajectory.segments if s.role == "assistant"]
+    assert [one.parts[f"turn{turn}"] for turn in range(3)] == [1, 1, 1] and not one.reason and one.turns == 3
+    assert one.parts["fresh"] == opened[0] and one.parts["last"] > len(t.tokens)
 
 
 @pytest.mark.slow

@@ -97,7 +97,8 @@ def test_a_message_is_the_answer_of_a_chat_completion(client, chat, model):
 def test_a_conversation_with_calls_has_the_prompt_of_a_chat_completion(client, chat, model):
     function = {"name": "weather", "arguments": json.dumps(INPUT)}
     calls = [{"id": f"call_{i}", "type": "function", "function": function} for i in range(2)]
-    results = [{"role": "tool", "content": text, "tool_call_id": call["id"]} for text, call in zip(("12", ""), calls)]
+    said_by_tools = zip(("12", "error: no wind"), calls)
+    results = [{"role": "tool", "content": text, "tool_call_id": call["id"]} for text, call in said_by_tools]
     said = {"role": "assistant", "content": "so: ", "tool_calls": calls}
     asked = {"model": model, "max_tokens": 8, **ZERO}
     other = chat.create(**asked, messages=[*HELLO, said, *results, *HELLO, *HELLO], tools=[WEATHER])
@@ -106,7 +107,7 @@ def test_a_conversation_with_calls_has_the_prompt_of_a_chat_completion(client, c
     text = {"type": "text", "text": HELLO[0]["content"]}
     back = [
         {"type": "tool_result", "tool_use_id": "call_0", "content": [{"type": "text", "text": "12"}], **mark},
-        {"type": "tool_result", "tool_use_id": "call_1", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "call_1", "is_error": True, "content": "no wind"},
         {**text, "citations": None},
     ]
     messages = [
@@ -280,6 +281,26 @@ def test_a_body_without_a_message_of_the_user_is_that_of_no_chat():
     with pytest.raises(HttpError):
         bad = {"model": "m", "max_tokens": 1, "messages": HELLO, "tool_choice": {"type": "any"}}
         MessagesBody.model_validate(bad).chat()
+
+
+@pytest.mark.parametrize(
+    ("more", "read"),
+    [
+        ({"content": "no"}, "no"),
+        ({"content": "no", "is_error": False}, "no"),
+        ({"content": "no", "is_error": True}, "error: no"),
+        ({"content": [{"type": "text", "text": "n"}, {"type": "text", "text": "o"}], "is_error": True}, "error: no"),
+        ({"content": "Error: no", "is_error": True}, "Error: no"),
+        ({"is_error": True}, "error"),
+        ({}, ""),
+    ],
+)
+def test_an_error_of_a_tool_is_text_that_the_model_reads(more, read):
+    asked = {
+        "messages": [*HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT | more]}]
+    }
+    (*_, said) = MessagesBody.model_validate({"model": "m", "max_tokens": 1, **asked}).chat().messages
+    assert plain(said)["content"] == read
 
 
 def test_a_call_with_an_infinite_number_is_refused():

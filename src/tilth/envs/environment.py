@@ -179,6 +179,10 @@ class SelfDriven(Environment, declares=False):
         The message of the turn then has its whole ``text`` besides, ``finish``, ``stopped`` (the stop text of these
         limits that ended it, if one did), ``counts`` of the tokens before it and in it, and the details: ``ids``,
         ``pieces`` (each token's text) and ``logprobs``.
+
+        ``count``, True: no turn is asked for, but the tokens of a prompt, which goes on with conversation
+        ``conversation``, or lists ``tools`` and begins one (None). The message then has ``counted``, or ``refused``,
+        why there is no such prompt.
         """
         raise NotImplementedError
 

@@ -383,7 +383,8 @@ class Player:
             self._close(episode, score["parts"], score["reason"], "ok" if score["value"] is not None else "invalid",
                         score["value"])  # fmt: skip
         elif answer.op == "begin":
-            return self._first(episode, answer.value)
+            episode.limits = answer.value.get("limits")
+            return None if self._counts(episode, answer.value) else self._first(episode, answer.value)
         else:
             return self._stepped(episode, answer.value)
         return None
@@ -410,6 +411,8 @@ class Player:
             self.pool.reward(episode.request.id)
         elif episode.finish != "stop":
             self.pool.reward(episode.request.id, episode.note)
+        elif self._counts(episode, answer):
+            return None
         elif episode.turns >= self.limits.turns:
             self._cut(episode, f"{self.limits.turns} turns")
         elif self._partial and episode.written >= self._partial:
@@ -418,13 +421,32 @@ class Player:
             return self._turn_to(episode, answer["messages"])
         return None
 
+    def _counts(self, episode: Episode, answer: Mapping[str, Any]) -> bool:
+        """Count the tokens of a prompt, if the environment asks for that alone (``SelfDriven.limits``)."""
+        limits = episode.limits or {}
+        if not limits.get("count"):
+            return False
+        new, at = answer["messages"], limits["conversation"]
+        try:
+            if at is None:
+                found = len(self.template.begin(new, limits["tools"]))
+            else:
+                chat = episode.conversations[at]
+                found = chat.buffer.length + len(self.template.follow(new, chat.tools, ended=chat.ended))
+        except DataError as error:
+            self.pool.step(episode.request.id, {"refused": str(error)})
+        else:
+            self.pool.step(episode.request.id, {"counted": found})
+        return True
+
     def _turn_to(self, episode: Episode, new: Sequence[Mapping[str, Any]]) -> Request | None:
         """Go on with the conversation that the environment names, or begin it."""
         limits = episode.limits or {}
         episode.at = limits.get("conversation", 0)
-        if episode.at < len(episode.conversations):
+        if episode.at < len(episode.conversations) and episode.conversation.buffer.length:
             return self._next(episode, new)
-        episode.conversations.append(EpisodeConversation())
+        if episode.at == len(episode.conversations):  # else the first one, before which tokens were counted
+            episode.conversations.append(EpisodeConversation())
         return self._first(episode, {"messages": new, "tools": limits["tools"], "limits": limits})
 
     def _first(self, episode: Episode, begun: Mapping[str, Any]) -> Request | None:

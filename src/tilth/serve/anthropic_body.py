@@ -54,12 +54,21 @@ Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
 
 
 class ToolResultBlock(ContentBlock):
-    """Result of a tool. is_error: read, and does nothing: the content says it."""
+    """Result of a tool. is_error: the model reads it, as text before the content; see ``said``."""
 
     type: Literal["tool_result"]
     tool_use_id: Words
     content: Texts = ""
     is_error: bool | None = None
+
+    @property
+    def said(self) -> str:
+        """Content that the model reads. Chat templates have no place for an error: it begins as answers of tools in
+        environments do, "error: ", unless it says so itself."""
+        text = _text(self.content)
+        if not self.is_error or text.lstrip().lower().startswith("error"):
+            return text
+        return f"error: {text}" if text else "error"
 
 
 AnyBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -243,6 +252,6 @@ def _asked(blocks: Sequence[AnyBlock]) -> Iterator[dict[str, Any]]:
             if texts:
                 yield {"role": "user", "content": "".join(texts)}
                 texts = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.said}
     if texts or not blocks:
         yield {"role": "user", "content": "".join(texts)}

@@ -80,6 +80,9 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": Dialect(anthropic_body.MessagesBody, MessageForm, anthropic_body.FIELDS),
 }
 """Path -> interface. A further one is a row here; every server of turns has its route."""
+COUNTS = "/v1/messages/count_tokens"
+COUNTING = DIALECTS["/v1/messages"]._replace(body=anthropic_body.CountBody)
+"""Path and body of a call for the number of tokens of a prompt alone."""
 
 
 def add_turns(app: FastAPI, answer: Callable[[Request, Dialect], Awaitable[Response]]) -> None:

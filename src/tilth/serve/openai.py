@@ -17,10 +17,9 @@ from starlette.responses import JSONResponse, Response
 from tilth.engines.client import EngineClient
 from tilth.engines.request import TextScores
 from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, in_one
-from tilth.serve.anthropic_body import CountBody
 from tilth.serve.app import event_stream, unless_gone
 from tilth.serve.choices import ChatChoice, TextChoice, called_schema, hears_calls
-from tilth.serve.dialects import DIALECTS, Dialect, Form, PlainForm, add_turns
+from tilth.serve.dialects import COUNTING, COUNTS, Dialect, Form, PlainForm, add_turns
 from tilth.serve.errors import HttpError, http_error, read
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import DEFAULT_TOKENS, ServedModel
@@ -50,7 +49,7 @@ class OpenAI:
         """Add the routes."""
         app.post("/v1/completions")(self.completions)
         add_turns(app, self._turn)
-        app.post("/v1/messages/count_tokens")(self.count_tokens)
+        app.post(COUNTS)(self.count_tokens)
         app.post("/v1/embeddings")(self.embeddings)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.one_model)
@@ -114,9 +113,8 @@ class OpenAI:
 
     async def count_tokens(self, request: HttpRequest) -> Response:
         """Return the number of tokens of a prompt, Anthropic's."""
-        dialect = DIALECTS["/v1/messages"]._replace(body=CountBody)
-        _, body = dialect.read(await request.body())
-        with dialect.renaming():
+        _, body = COUNTING.read(await request.body())
+        with COUNTING.renaming():
             return JSONResponse({"input_tokens": len(await self._prompt(request, body))})
 
     async def _conversed(self, request: HttpRequest, body: ChatBody) -> HttpAnswer:

@@ -55,9 +55,7 @@ class Agent(SelfDriven, declares=False):
         self._conversations = server.open(AgentConversations(type(self).sampling, type(self).conversations))
         self._thread = Thread(target=self._play, args=(info, server), name="agent", daemon=True)
         self._thread.start()
-        first, ended = self._next()
-        if ended:
-            raise EnvironmentFault("run ended without a call of the model", key="agent.silent")
+        first, _ = self._next()
         return first
 
     def step(self, message: Message) -> tuple[Sequence[Message], bool]:
@@ -91,6 +89,8 @@ class Agent(SelfDriven, declares=False):
     def _next(self) -> tuple[Sequence[Message], bool]:
         assert self._conversations is not None
         new = self._conversations.next()
+        if new is None and self._conversations.turn is None:
+            raise EnvironmentFault("run ended without a call of the model", key="agent.silent")
         return new or [], new is None
 
     def _play(self, info: dict[str, Any], server: "AgentServer") -> None:

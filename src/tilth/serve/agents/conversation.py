@@ -61,6 +61,14 @@ class Turn(NamedTuple):
         return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
 
 
+class _Count(NamedTuple):
+    """A call that asks for the number of tokens of a prompt alone."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    found: Future[int | HttpError]
+
+
 class _Conversation:
     """One conversation: its newest call and all that was said."""
 
@@ -94,15 +102,22 @@ class AgentConversations:
         self._chats: list[_Conversation] = []
         self._at = 0
         """Conversation of the newest call."""
-        self._events: SimpleQueue[list[dict[str, Any]] | BaseException | None] = SimpleQueue()
+        self._events: SimpleQueue[list[dict[str, Any]] | _Count | BaseException | None] = SimpleQueue()
+        self._counts: list[_Count] = []
+        """Calls for a number of tokens that have no answer yet."""
+        self._counting: tuple[_Count, dict[str, Any]] | None = None
+        """The one that the policy's side is asked for, and its limits."""
+        self._counted = False
         self._over = ""
         self._lock = Lock()
 
     @property
     def limits(self) -> dict[str, Any]:
-        """Return the limits of the newest call as JSON, with its conversation and, if it is a further one, tools."""
-        chat = self._chats[self._at]
-        return {**chat.limits, "conversation": self._at, "tools": chat.tools} if self._at else chat.limits
+        """Return the limits of the newest call as JSON, with its conversation and tools if it may be a further one."""
+        if self._counting is not None:
+            return self._counting[1]
+        chat, further = self._chats[self._at], self._at or self._counted
+        return {**chat.limits, "conversation": self._at, "tools": chat.tools} if further else chat.limits
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -146,6 +161,20 @@ class AgentConversations:
             self._at = self._chats.index(chat)
             self._events.put(new)
             return chat.turn
+
+    def count(self, body: ChatBody) -> "Future[int | HttpError]":
+        """Take a call for the number of tokens of a prompt, which is part of no conversation; the future gets it.
+
+        Raises HttpError.
+        """
+        with self._lock:
+            if self._over:
+                raise self._ended()
+            _check_drawn(body, self._sampling)
+            asked = _Count([plain(one) for one in body.messages], [listed(one) for one in body.tools or ()], Future())
+            self._counts.append(asked)
+            self._events.put(asked)
+            return asked.found
 
     def leave(self, turn: "Future[Turn | HttpError]") -> None:
         """Note that the client of a call has left before this answer."""
@@ -196,10 +225,24 @@ class AgentConversations:
         event = self._events.get()
         if isinstance(event, BaseException):
             raise event
-        return event
+        return self._to_count(event) if isinstance(event, _Count) else event
+
+    def _to_count(self, asked: _Count) -> list[dict[str, Any]]:
+        """Return the messages that a prompt adds to the conversation that it would go on with, all without one."""
+        with self._lock:
+            known = [chat for chat in self._chats if chat.turn.done() and chat.goes_on(asked.messages, asked.tools)]
+            chat = max(known, key=lambda one: len(one.said), default=None)
+            at = None if chat is None else self._chats.index(chat)
+            self._counting, self._counted = (asked, {"count": True, "conversation": at, "tools": asked.tools}), True
+            return asked.messages[len(chat.said) if chat is not None else 0 :]
 
     def answer(self, turn: Message) -> None:
         """Answer the call with the policy's turn. Calls in it that cannot be made are text like any other."""
+        if self._counting is not None:
+            (asked, _), self._counting = self._counting, None
+            wrong = "refused" in turn
+            self._end_count(asked, HttpError(400, turn["refused"], "messages") if wrong else turn["counted"])
+            return
         chat = self._chats[self._at]
         calls = [ToolCall(**call) for call in turn.get("tool_calls") or ()][: chat.most_calls]
         if not chat.tools or any(call.problem for call in calls):
@@ -213,10 +256,22 @@ class AgentConversations:
             if not chat.turn.done():
                 chat.turn.set_result(Turn(message, turn))
 
+    def _end_count(self, asked: _Count, found: int | HttpError) -> None:
+        with self._lock:
+            if asked in self._counts:
+                self._counts.remove(asked)
+                asked.found.set_result(found)
+
+    def _refuse_counts(self) -> None:
+        for asked in self._counts:
+            asked.found.set_result(self._ended())
+        self._counts.clear()
+
     def close(self, why: str) -> None:
-        """Refuse the call that waits, and further ones."""
+        """Refuse the calls that wait, and further ones."""
         with self._lock:
             self._over = self._over or why
+            self._refuse_counts()
             if self.turn is not None and not self.turn.done():
                 self.turn.set_result(self._ended())
 
@@ -226,6 +281,7 @@ class AgentConversations:
             if error is None and self.turn is not None and not self.turn.done():
                 error = EnvironmentFault("run ended before the answer to its call", key="agent.unanswered")
             self._over = self._over or "the agent has ended"
+            self._refuse_counts()
             self._events.put(error)
 
 

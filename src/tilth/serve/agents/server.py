@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.requests import Request
@@ -14,16 +14,16 @@ from starlette.responses import JSONResponse, Response
 from tilth.process.access import listen, token_of
 from tilth.serve.agents.conversation import MODEL, PARALLEL, AgentConversations, Turn
 from tilth.serve.app import LEFT, bare_app, event_stream, headers_of, unless_gone
-from tilth.serve.dialects import DIALECTS, Dialect, add_turns
+from tilth.serve.dialects import COUNTING, COUNTS, DIALECTS, Dialect, add_turns
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 
 KEEP_ALIVE = 3600
 """Seconds that an idle connection of a client stays open: an agent may work long between two calls."""
-COUNTS = "/v1/messages/count_tokens"
 LEAVING = 1.0
 """Seconds in which the server has seen that a client has left, whose call the client makes anew."""
 
+T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
 """Waits for something unless the client leaves, which is an error."""
 
@@ -37,6 +37,7 @@ class AgentServer:
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         app = bare_app()
         add_turns(app, self._turn)
+        app.post(COUNTS)(self.count)
         app.get("/v1/models")(self.models)
         app.post("/{path:path}")(self.other)
         quiet: dict[str, Any] = {"lifespan": "off", "server_header": False, "log_level": "warning", "access_log": False}
@@ -72,19 +73,27 @@ class AgentServer:
         if request.url.path.startswith("/v1/v1"):
             message += "; this client adds /v1 itself: give it base_url without"
         error = HttpError(404, message)
-        if request.url.path == COUNTS:  # clients ask for it by the way, and can do without
-            raise error
         episode.refuse(error)
         raise error
+
+    async def count(self, request: Request) -> Response:
+        """Return the number of tokens of a prompt. A call that is refused costs nothing: clients can do without."""
+        episode = self._episode(request)
+        _, body = COUNTING.read(await request.body())
+        _check_model(body)
+        with COUNTING.renaming():
+            asked = episode.count(body)
+        found = await unless_gone(request, _answered(asked))
+        if isinstance(found, HttpError):
+            raise found.renamed(COUNTING.fields)
+        return JSONResponse({"input_tokens": found})
 
     async def _turn(self, request: Request, dialect: Dialect) -> Response:
         """Answer a call with the policy's turn."""
         episode = self._episode(request)
         try:
             asked, body = dialect.read(await request.body())
-            if body.model != MODEL:
-                message = f"there is no model {body.model!r}; this server has {MODEL}"
-                raise HttpError(404, message, "model", "model_not_found")
+            _check_model(body)
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             with dialect.renaming():
                 turn = await _called(episode, body, again, lambda work: unless_gone(request, work))
@@ -108,6 +117,12 @@ class AgentServer:
         return JSONResponse(form.whole(whole))
 
 
+def _check_model(body: ChatBody) -> None:
+    if body.model != MODEL:
+        message = f"there is no model {body.model!r}; this server has {MODEL}"
+        raise HttpError(404, message, "model", "model_not_found")
+
+
 async def _called(episode: AgentConversations, body: ChatBody, again: bool, wait: Wait) -> "Future[Turn | HttpError]":
     """Take a call. One beside another waits for its turn where the agent may have several conversations; elsewhere it
     repeats the other one if its client proves to have left."""
@@ -124,9 +139,9 @@ async def _called(episode: AgentConversations, body: ChatBody, again: bool, wait
             await wait(_answered(beside))
 
 
-async def _answered(turn: "Future[Turn | HttpError]") -> Turn | HttpError:
+async def _answered(found: "Future[T]") -> T:
     """Wait for an answer, which comes even if nobody waits any more."""
-    return await asyncio.shield(asyncio.wrap_future(turn))
+    return await asyncio.shield(asyncio.wrap_future(found))
 
 
 async def _chunks(head: dict[str, Any], turn: Turn, body: ChatBody) -> AsyncGenerator[dict[str, Any]]:
