@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +101,8 @@ def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program on a GPU may have."""
     if device.type != "cuda" or torch.version.hip:  # which does not tell
         return AMD_SHARED
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack the number
+    return int(properties.shared_memory_per_block_optin)
 
 
 def return_memory(device: torch.device) -> None:
