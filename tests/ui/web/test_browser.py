@@ -116,7 +116,7 @@ def test_a_page_that_follows_a_run_asks_for_nothing(browser, tmp_path):
             page.wait_for_timeout(1000)
         until(page, "document.querySelector('figure.plotted .canvas').data[0].x.length === 8")
         until(page, "/Steps\\s*[678]/.test(document.getElementById('tiles').innerText)")
-        assert asked.count("/runs/live") == 0 and asked.count("/curves.json") <= 2
+        assert asked.count("/runs/live") == 0 and asked.count("/curves.json") <= patience(2)
         run.end("finished")
         until(page, "/Steps\\s*8/.test(document.getElementById('tiles').innerText)")
 
@@ -155,6 +155,25 @@ def test_the_keyboard_is_enough(browser, folder):
         page.keyboard.press("0")
         until(page, "document.querySelector('figure.plotted .canvas').layout.xaxis.autorange")
         assert high - low < canvas.evaluate("one => one.layout.xaxis.range[1] - one.layout.xaxis.range[0]")
+
+
+def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser, folder):
+    with served(folder) as address, tab(browser) as page:
+        page.goto(address)
+        page.locator("td.name a", has_text="sums-a-001").click()
+        page.locator("a", has_text="worst answers of the newest step").click()
+        page.wait_for_selector("table.samples tbody .badge")
+        page.locator("nav a", has_text="runs").click()
+        page.locator("td.name a", has_text="ranks").click()
+        page.locator("#head a", has_text="1 warning").click()
+        page.wait_for_selector("#health .lede:has-text('slow: rank 1 takes')")
+        page.locator("nav a", has_text="Time").click()
+        page.wait_for_selector("#slow .lede:has-text('slow: rank 1 takes')")
+        page.goto(address)
+        for name in ("sums-a-001", "agents"):
+            page.locator(f"input[value={name}]").check()
+        page.locator("button", has_text="compare").click()
+        page.wait_for_selector("table.keys-table")
 
 
 def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, folder):

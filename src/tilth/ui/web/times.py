@@ -202,8 +202,8 @@ def heat(run: Path, state: tuple[FileState, ...]) -> Row | None:
         codes = np.unique(events.place.codes[events.rank == found.ranks[i]])
         rows.append((found.ranks[i], next(filter(None, (events.place.names[c] for c in codes)), ""), cells))
     names = [found.names[k] for k in shown]
-    steps = {"first": int(found.steps[0]), "last": int(found.steps[-1])}
-    return {"names": names, "rows": rows, "slow": slow_ranks(found), **steps}
+    ends = {"first": int(found.steps[0]), "last": int(found.steps[-1])}
+    return {"names": names, "rows": rows, "slow": slow_ranks(found), **ends}
 
 
 # ---- what if ----
