@@ -12,11 +12,17 @@ rank, and AdaGrad or AdaAlter at one rate. Columns:
 - of exact: these bytes, divided by those of the exact row of the same layout and optimizer.
 - loss: of held-out text after the steps, mean over the seeds, and the greatest distance of a seed from it; worse: than
   the exact row.
-- ms: median of the last steps, with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no
-  processor, and nothing overlaps.
+- ms: median of some steps with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no processor.
+  Gradients travel in buckets of 1 MB beside the backward pass. after: of as many steps in which they travel after it.
+- times: ms of the exact row over that of this one.
 - code: processor time of a step of one rank without the bucket, more than the exact row (ms).
 
-Rows lans and dynamic (``--only lans``) are those of ``economy_optimizers``.
+``--paced SECONDS``: each rank has one sequence a step, and the backward pass of each layer sleeps so long, as if a
+device computed it: what is hidden of a link then depends less on the cores.
+
+``--only coding``: GB/s of float32 values that each compressor codes and decodes on one core, bits of a value, and the
+bandwidth of a link below which that takes less time than the bytes that it saves. ``--only lans`` and ``--only
+dynamic``: rows of ``economy_optimizers``.
 
 The figures are of this model alone; --quick: a smaller one, fewer steps and rows.
 """
@@ -25,8 +31,9 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,12 +41,14 @@ import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
 from economy_optimizers import STUDIES
-from network_ring import TokenBucket
+from network_ring import TokenBucket, wait_until
 from trial import JoinedRole
 
 import tilth
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.cluster.protocol import transfer
+from tilth.config.open_sets import COMPRESSORS, WEIGHT_CODES
+from tilth.config.roles import resolve
 from tilth.config.schema import CommConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
@@ -47,6 +56,7 @@ from tilth.core.random import stream
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel import comm
+from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Zero, shard
 from tilth.parallel.two_level import reducer_of
@@ -125,7 +135,11 @@ SHAPES = {
 LENGTH, BATCH, HELD = 128, 32, 64
 """Bytes of a sequence; sequences of a step, and held out."""
 TIMED = 8
-"""Steps on the slow link."""
+"""Steps on the slow link, in each of the two ways."""
+BUCKET = 1 << 20
+"""Bytes of gradients that travel together: the model is small."""
+CODED = 1 << 22
+"""Values that are coded at once."""
 TOPIC = (r"\$|dollar|cent|cost|price", r"hour|minute|day|week|year", r"mile|meter|feet|inch|pound|liter")
 """What problems of a topic have in their text; others are of a last topic."""
 
@@ -139,57 +153,91 @@ class Meter:
     """Counts what this rank sends in collectives, and keeps it to a rate."""
 
     def __init__(self) -> None:
-        self.plain, self.sent, self.across = comm.communication, 0.0, 0.0
+        self.plain, self.collective, self.sent, self.across = comm.communication, comm.Collective, 0.0, 0.0
         self.bucket: TokenBucket | None = None
 
-    def __call__(self, op: str, group: Any, nbytes: int) -> Any:
+    def begin(self, op: str, group: Any, nbytes: int) -> float:
+        """Begin to send; return when all is sent."""
         ranks = torch.distributed.get_process_group_ranks(group)
         sent = float(wire(op, len(ranks), nbytes)[1])
         self.sent += sent
-        if len({rank // NODE for rank in ranks}) > 1:
-            self.across += sent
-            if self.bucket is not None:
-                self.bucket.take(sent)
+        if len({rank // NODE for rank in ranks}) == 1:
+            return 0.0
+        self.across += sent
+        return 0.0 if self.bucket is None else self.bucket.begin(sent)
+
+    def __call__(self, op: str, group: Any, nbytes: int) -> Any:
+        wait_until(self.begin(op, group, nbytes))
         return self.plain(op, group, nbytes)
+
+    def started(self, op: str, group: Any, nbytes: int, works: Sequence[Any]) -> "Metered":
+        """Return a collective on its way over the link."""
+        return Metered(self, op, group, nbytes, works)
+
+
+class Metered:
+    """A collective that is on its way for as long as the link takes."""
+
+    def __init__(self, meter: Meter, op: str, group: Any, nbytes: int, works: Sequence[Any]) -> None:
+        self.meter, self.span, self.works = meter, (op, group, nbytes), [work for work in works if work is not None]
+        self.end = meter.begin(op, group, nbytes)
+
+    def wait(self) -> None:
+        """Wait until it has ended on this rank."""
+        with self.meter.plain(*self.span):
+            for work in self.works:
+                work.wait()
+            wait_until(self.end)
 
 
 class Trial(JoinedRole):
     """A role that trains one row."""
 
     @transfer("all", "all")
-    def run(self, shape: str, text: str, name: str, steps: int, seed: int, lr: float) -> dict[str, Any]:
+    def run(self, shape: str, text: str, name: str, steps: int, seed: int, lr: float, paced: float) -> dict[str, Any]:
         """Return this rank's measurements."""
         meter = Meter()
         comm.communication = meter  # type: ignore[assignment]
+        comm.Collective = meter.started  # type: ignore[assignment,misc]
         try:
             row = ROWS[name] if not lr else replace(ROWS[name], optimizer=ROWS[name].optimizer | {"lr": lr})
-            return self.measured(meter, SHAPES[shape], text, row, steps, seed)
+            return self.measured(meter, SHAPES[shape], text, row, steps, seed, paced)
         finally:
             comm.communication = meter.plain
+            comm.Collective = meter.collective  # type: ignore[misc]
 
     def measured(
-        self, meter: Meter, config: DecoderConfig, text: str, row: Row, steps: int, seed: int
+        self, meter: Meter, config: DecoderConfig, text: str, row: Row, steps: int, seed: int, paced: float
     ) -> dict[str, Any]:
-        """Train, then time some steps with the bucket."""
+        """Train, then time some steps with the bucket: sums beside the backward pass, then after it."""
         rank = self.context.rank
         grid = ParallelDims.of(Mesh.of({"dp": RANKS}), rank)
         small = {} if row.comm.get("local") == "average" or not row.comm else {"smallest": 1024}
-        reducer, zero = reducer_of(CommConfig(**small | row.comm), seed), cast(Zero, row.zero)
+        reducer = reducer_of(CommConfig(bucket_bytes=BUCKET, **small | row.comm), seed)
+        zero, total = cast(Zero, row.zero), steps + 2 * TIMED
         sharded = shard(lambda: Decoder(config), grid, zero=zero, reducer=reducer)
         sharded.init_(seed)
         options = OptimizerConfig(**row.optimizer, warmup_steps=10, schedule="cosine")
-        engine = TrainEngine(sharded, options, total_steps=steps + TIMED, micro_tokens=LENGTH * BATCH, seed=seed)
-        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, steps + TIMED, rank, row.by_topic)
+        engine = TrainEngine(sharded, options, total_steps=total, micro_tokens=LENGTH * BATCH, seed=seed)
+        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, total, rank, row.by_topic)
+        if paced:
+            batches = (tokens.take(np.zeros(1, np.int64)) for tokens in batches)
+            for name, p in sharded.parameters.items():
+                if name.endswith("input_layernorm.weight"):  # one of each layer
+                    p.register_hook(lambda grad: time.sleep(paced))
         took, sent, began = [], (0.0, 0.0), time.process_time()
         for number, tokens in enumerate(batches):
             if number == steps:
                 sent, spent = (meter.sent / steps, meter.across / steps), (time.process_time() - began) / steps
                 loss, meter.bucket = self.held_out(sharded, text), TokenBucket(SLOW)
+            if number == steps + TIMED:
+                sharded.gradients.last_pass = _nothing  # type: ignore[method-assign]
             at = time.perf_counter()
             update(engine, tokens)
             took.append(time.perf_counter() - at)
-        slow = statistics.median(took[steps + 1 :])
-        return {"loss": loss, "sent": sent[0], "across": sent[1], "seconds": slow, "processor": spent}
+        beside, after = (statistics.median(took[at + 1 : at + TIMED]) for at in (steps, steps + TIMED))
+        times = {"seconds": beside, "after": after, "processor": spent}
+        return {"loss": loss, "sent": sent[0], "across": sent[1], **times}
 
     def held_out(self, sharded: Any, text: str) -> float:
         """Return the loss of the end of the text, in nats a byte."""
@@ -197,6 +245,10 @@ class Trial(JoinedRole):
         tokens, mask = Jagged.of(list(codes)), np.tile(np.arange(LENGTH) > 0, HELD).astype(np.uint8)
         with sharded.gradients.reducer.averaged():
             return -float(packed_logprobs(sharded, tokens, mask, max_tokens=LENGTH * BATCH)[mask > 0].mean())
+
+
+def _nothing() -> None:
+    """In place of what lets sums start beside a backward pass."""
 
 
 def sequences(codes: np.ndarray, seed: int, steps: int, rank: int, own: bool) -> Iterator[Jagged]:
@@ -226,21 +278,21 @@ def update(engine: TrainEngine, tokens: Jagged) -> None:
     engine.update(tokens, mask, {}, negative_log_likelihood(float(BATCH * (LENGTH - 1))))
 
 
-def row(shape: str, text: str, name: str, steps: int, seeds: Sequence[int], lr: float) -> dict[str, Any]:
+def row(shape: str, text: str, name: str, steps: int, seeds: Sequence[int], lr: float, paced: float) -> dict[str, Any]:
     """Measure a row."""
     found = []
     with open_cluster("local", RANKS) as cluster:
         for seed in seeds:
             mesh = Mesh.of({"dp": RANKS})
             role = cluster.group(f"trial {seed}", "economy:Trial", {}, mesh=mesh)
-            found.append(role.run(shape, text, name, steps, seed, lr))
+            found.append(role.run(shape, text, name, steps, seed, lr, paced))
     losses = [ranks[0]["loss"] for ranks in found]
     first = found[0]
     return {
         "row": name, "zero": ROWS[name].zero, "steps": steps, "seeds": list(seeds), "losses": losses,
         "loss": statistics.mean(losses), "spread": max(abs(one - statistics.mean(losses)) for one in losses),
         "sent": max(one["sent"] for one in first), "across": max(one["across"] for one in first),
-        "seconds": max(one["seconds"] for one in first),
+        "seconds": max(one["seconds"] for one in first), "after": max(one["after"] for one in first),
         "processor": statistics.mean(one["processor"] for one in first),
     }  # fmt: skip
 
@@ -252,7 +304,36 @@ def line(found: dict[str, Any], exact: dict[str, Any] | None) -> str:
     code = 1e3 * (found["processor"] - base["processor"])
     figures = f"{found['sent'] / 1e3:9.1f} {found['across'] / 1e3:9.1f} {share:8.3f}"
     figures += f" {found['loss']:8.4f} {found['spread']:7.4f} {100 * worse:+7.2f} %"
-    return f"{found['row']:30} {figures} {found['seconds'] * 1e3:8.1f} {code:7.1f}"
+    slow = f"{found['seconds'] * 1e3:8.1f} {found['after'] * 1e3:8.1f} {base['seconds'] / found['seconds']:6.2f}"
+    return f"{found['row']:30} {figures} {slow} {code:7.1f}"
+
+
+def coding(repeats: int = 5) -> list[dict[str, Any]]:
+    """Measure each compressor on one core; print and return rows."""
+    levels = resolve(COMPRESSORS["sdp4bit"].made)()
+    made: dict[str, Compressor] = {"sdp4bit, 8 bits": levels.within, "sdp4bit, 4 bits": levels.across}
+    made |= {name: resolve(own.made)() for name, own in COMPRESSORS.items() if name != "sdp4bit"}
+    made |= {name: resolve(own)() for name, own in WEIGHT_CODES.items()}
+    x, table, threads = stream(0, "values").normal(0, CODED), list[dict[str, Any]](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    print(f"{'compressor':20} encode decode   bits a value   pays below, Mbit/s")
+    for name, one in made.items():
+        random, code = stream(0, name), one.encode(x, stream(0, name))
+        acts = partial(one.encode, x, random), partial(one.decode, code, CODED, random)
+        seconds = [min(_seconds(act) for _ in range(repeats)) for act in acts]
+        encode, decode = (x.nbytes / own / 1e9 for own in seconds)
+        bits, below = 8 * code.nbytes / CODED, 8 * (x.nbytes - code.nbytes) / sum(seconds) / 1e6
+        row = {"row": "coding", "compressor": name, "encode": encode, "decode": decode}
+        table.append({**row, "bits": bits, "pays_below": below})
+        print(f"{name:20} {encode:6.3f} {decode:6.3f} {bits:14.3f} {below:20.0f}", flush=True)
+    torch.set_num_threads(threads)
+    return table
+
+
+def _seconds(act: Callable[[], Any]) -> float:
+    began = time.process_time()
+    act()
+    return time.process_time() - began
 
 
 def main() -> None:
@@ -263,6 +344,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="", help="default 0,1,2, with --quick 0")
     parser.add_argument("--shape", choices=SHAPES, default="", help="of the model; default full, with --quick quick")
     parser.add_argument("--lr", type=float, default=0.0, help="of all rows, in place of their own")
+    parser.add_argument("--paced", type=float, default=0.0, help="seconds that the backward pass of a layer sleeps")
     options = parser.parse_args()
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
@@ -270,6 +352,9 @@ def main() -> None:
     shape = options.shape or ("quick" if options.quick else "full")
     problems = [f"{one['question']}\n{one['answer']}" for one in map(json.loads, lines)]
     problems = [text.encode("ascii", "ignore").decode() for text in problems]
+    if options.only == "coding":
+        write_rows(options.json, coding())
+        return
     if options.only in STUDIES:
         write_rows(options.json, STUDIES[options.only](SHAPES[shape], "\n".join(problems), quick=options.quick))
         return
@@ -278,9 +363,9 @@ def main() -> None:
     names = [name for name in ROWS if name in {*wanted, *(ROWS[name].beside for name in wanted)}]
     seeds = [int(seed) for seed in (options.seeds or ("0" if options.quick else "0,1,2")).split(",")]
     steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[str, Any]()
-    print(f"{'row':30}        KB    across of exact     loss  spread     worse       ms    code")
+    print(f"{'row':30}        KB    across of exact     loss  spread     worse       ms    after  times    code")
     for name in names:
-        table.append(found := row(shape, texts[ROWS[name].by_topic], name, steps, seeds, options.lr))
+        table.append(found := row(shape, texts[ROWS[name].by_topic], name, steps, seeds, options.lr, options.paced))
         exact[name] = found
         print(line(found, exact[ROWS[name].beside or name]), flush=True)
         write_rows(options.json, table)

@@ -2,9 +2,11 @@
 
 Both train one process on the same bytes of text. lans: AdamW, LAMB, LARS and LANS with cosine and plateau, three rates
 each, the best one is shown; beside it the processor time of an optimizer's step over that of torch's AdamW with
-``foreach``. dynamic: batches 1, 4, 2, 4 times the first one by AdamW, with a fixed batch, a jump of the rate, a ramp.
+``foreach``. dynamic: batches 1, 4, 2, 4 times the first one by AdamW and by LARS, whose momentum has a factor of the
+rate: with a fixed batch, a jump of the rate, without and with the correction of momentum, and a ramp.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +31,11 @@ LENGTH, HELD, MICRO = 128, 64, 32
 RATES = {
     "adamw": (1e-3, 3e-3, 1e-2), "lamb": (3e-3, 1e-2, 3e-2), "lans": (3e-3, 1e-2, 3e-2), "lars": (3.0, 10.0, 30.0),
 }  # fmt: skip
+METHODS = {
+    "fixed": (False, False, False), "jump": (True, False, False), "jump, corrected": (True, True, False),
+    "ramp": (True, True, True),
+}  # fmt: skip
+"""True: the batch follows the workers; momentum is corrected; the rate rises over some steps."""
 PHASES = (1, 4, 2, 4)
 """Workers of each quarter of the samples."""
 
@@ -113,21 +120,32 @@ def dynamic(config: DecoderConfig, text: str, *, quick: bool) -> list[dict[str, 
     codes, table = np.frombuffer(text.encode(), np.uint8), list[dict[str, Any]]()
     batch, samples, ramp = (4, 128, 4) if quick else (16, 8_192, 20)
     places, worst = places_of(codes, 0, samples), 0.0
-    for name, scaled, ramped in (("fixed", False, 0), ("jump", True, 0), ("ramp", True, ramp)):
-        engine = engine_of(config, 0, samples // batch, lr=1e-3, schedule="cosine", warmup_steps=4, ramp_steps=ramped)
+    rates = {"adamw": RATES["adamw"][0], "lars": RATES["lars"][1]}
+    for optimizer, (name, (scaled, corrected, ramped)) in itertools.product(rates, METHODS.items()):
+        if optimizer == "adamw" and name == "jump, corrected":  # its momentum has no factor of the rate
+            continue
+        how: dict[str, Any] = {"name": optimizer, "lr": rates[optimizer], "ramp_steps": ramp * ramped}
+        engine = engine_of(config, 0, samples // batch, schedule="cosine", warmup_steps=4, **how)
+        if not corrected:
+            engine.optimizers.rescale = _uncorrected  # type: ignore[method-assign]
         at, worst = 0, 0.0
         recent = list[float]()
         for quarter, workers in enumerate(PHASES):
             size = batch * workers if scaled else batch
-            engine.tune(1e-3, samples // batch, share=size / batch)
+            engine.tune(rates[optimizer], samples // batch, share=size / batch)
             while at < (quarter + 1) * samples // len(PHASES):
                 loss = learn(engine, codes, places[at : at + size])
                 worst = max(worst, loss - statistics.mean(recent)) if len(recent) == 8 else worst
                 recent, at = [*recent, loss][-8:], at + size
-        row = {"row": "dynamic", "method": name, "worst": worst, "loss": held_out(engine, codes)}
-        table.append({**row, "steps": engine.updates})
-        print(f"{name:6} steps {engine.updates:5} loss {row['loss']:7.4f} worst rise {worst:7.4f}", flush=True)
+        row = {"row": "dynamic", "optimizer": optimizer, "method": name, "worst": worst}
+        table.append({**row, "loss": held_out(engine, codes), "steps": engine.updates})
+        figures = f"steps {engine.updates:5} loss {table[-1]['loss']:7.4f} worst rise {worst:7.4f}"
+        print(f"{optimizer:5} {name:15} {figures}", flush=True)
     return table
+
+
+def _uncorrected(ratio: float) -> None:
+    """In place of the correction of momentum."""
 
 
 STUDIES = {"lans": lans, "dynamic": dynamic}

@@ -52,10 +52,18 @@ class TokenBucket:
 
     def take(self, nbytes: float) -> None:
         """Return when so many bytes may have been sent."""
-        now = time.perf_counter()
-        self._free = max(self._free, now - BURST) + nbytes / self.bandwidth
-        if self._free > now:
-            time.sleep(self._free - now)
+        wait_until(self.begin(nbytes))
+
+    def begin(self, nbytes: float) -> float:
+        """Begin to send so many bytes, after those before; return when they are sent, by ``time.perf_counter``."""
+        self._free = max(self._free, time.perf_counter() - BURST) + nbytes / self.bandwidth
+        return self._free
+
+
+def wait_until(end: float) -> None:
+    """Sleep until this time of ``time.perf_counter``."""
+    if (left := end - time.perf_counter()) > 0:
+        time.sleep(left)
 
 
 class Link:

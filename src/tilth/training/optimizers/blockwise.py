@@ -244,7 +244,7 @@ def _lengths(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(torch._foreach_norm(list(tensors)))) if tensors else torch.zeros(0)
 
 
-def _subtract(tensors: Sequence[Tensor], directions: Sequence[Tensor], factors: Sequence[float]) -> None:
+def _subtract(tensors: list[Tensor], directions: list[Tensor], factors: list[float]) -> None:
     """Subtract factors times directions, which may be overwritten: on a CPU in one pass, elsewhere in few kernels."""
     if tensors[0].device.type == "cpu":
         for x, d, factor in zip(tensors, directions, factors):
@@ -267,7 +267,7 @@ def _sums(
     """
     if not len(weights):  # a rank without blocks calls collectives, too
         return weights
-    like = {"dtype": torch.float64, "device": dots[0].device}
+    like: dict[str, Any] = {"dtype": torch.float64, "device": dots[0].device}
     index = torch.tensor(numbers, device=dots[0].device)
     of_slices = torch.stack(list(dots)).double().view(-1, 2)
     square, product = torch.zeros(len(weights), 2, **like).index_add_(0, index, of_slices).unbind(1)
