@@ -168,9 +168,8 @@ class Attention(nn.Module):
         if self.joined is not None and not torch.is_grad_enabled():
             every = _product_of([self.q_proj, self.k_proj, self.v_proj], self.joined, x)
             if self._fuses(every, tables):
-                by, eps = None, 0.0
-                if self.q_norm is not None and self.k_norm is not None:
-                    by, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+                by = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+                eps = 0.0 if self.q_norm is None else self.q_norm.eps
                 q, k = fused.heads(every, by, tables, (heads, kv_heads, hd), eps)
                 return q, k, every[:, (heads + kv_heads) * hd :].view(rows, kv_heads, hd)
             every = every.view(rows, heads + 2 * kv_heads, hd)

@@ -7,6 +7,7 @@ this, there is no such pass and the modules compute.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,10 @@ class RowPass:
         self._model = model
         parts = [_parts(layer) for layer in model.model.layers]
         self._linears = [one for linears, _ in parts for one in linears]
-        every = [[*((p.weight, p.bias) for p in linears), [n and n.weight for n in norms]] for linears, norms in parts]
-        self._parameters = [one for layer in every for some in layer for one in some]
+        self._parameters: list[Tensor | None] = []
+        for linears, some in parts:
+            self._parameters += [part for one in linears for part in (one.weight, one.bias)]
+            self._parameters += [None if one is None else one.weight for one in some]
         self._tables: dict[tuple[int, int], _Table | None] = {}
 
     def hidden(
@@ -68,25 +71,25 @@ class RowPass:
         """Return the table of a pass, None if a product or a function has other bits."""
         if not ready() or not exponential_of():
             return None
-        c, layers = self._model.config, self._model.model.layers
-        kind = torch.float32, threads
-        shapes = (ProductShape("linear", *p.weight.shape, *kind, p.bias is not None) for p in self._linears)
+        c, layers = self._model.config, list[Any](self._model.model.layers)
+        sizes = ((*one.weight.shape, one.bias is not None) for one in self._linears)
+        shapes = (ProductShape("linear", out, width, torch.float32, threads, biased) for out, width, biased in sizes)
         terms = [summed(shape, rows) for shape in shapes]
-        inner = [of_heads(name, c.head_dim, *kind) for name in ("scores", "values")]
+        inner = [of_heads(name, c.head_dim, torch.float32, threads) for name in ("scores", "values")]
         whole = inner[0].width == inner[1].out == c.head_dim and rotates(c.head_dim)
         attention = [summed(shape, c.num_heads // c.num_kv_heads) for shape in inner]
         normed = [norms(width, c.rms_norm_eps) for width in (c.hidden_size, c.head_dim)[: 1 + c.qk_norm]]
         if not whole or not all([*terms, *attention, *normed]):
             return None
-        sizes = [rows, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, len(layers), 0, 0]
-        numbers = [*sizes, threads, SHARED, *attention, KEY_BLOCK]
+        widths = [rows, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, len(layers), 0, 0]
+        numbers = [*widths, threads, SHARED, *attention, KEY_BLOCK]
         table = np.zeros((len(layers), 28), np.int64)
         table[:, 2:21:3] = np.reshape(terms, (len(layers), 7))
         table[:, 27] = [layer.window or 0 for layer in layers]
         return np.array(numbers, np.int64), table
 
 
-def _parts(layer: Layer) -> tuple[list[Linear], list[RMSNorm | None]]:
+def _parts(layer: Any) -> tuple[list[Linear], list[RMSNorm | None]]:
     own, mlp = layer.self_attn, layer.mlp
     linears = [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return linears, [layer.input_layernorm, layer.post_attention_layernorm, own.q_norm, own.k_norm]
@@ -94,12 +97,12 @@ def _parts(layer: Layer) -> tuple[list[Linear], list[RMSNorm | None]]:
 
 def is_plain(model: Decoder) -> bool:
     """Return True if a model is one on a CPU that ``RowPass`` computes, without changes of its layers."""
-    c, layers, plain = model.config, [*model.model.layers], model.rope.local is None and model.first and model.last
+    c, layers, plain = model.config, list[Any](model.model.layers), model.rope.local is None
     for one in layers:
         plain = plain and type(one) is Layer and type(one.self_attn) is Attention and type(one.mlp) is MLP
         plain = plain and one.mlp.activation == "silu" and one.self_attn.sinks is None and one.self_attn.scale == 1
         plain = plain and not one.self_attn.wide_norm
-    if not plain or not c.rope_dim == c.value_dim == c.head_dim:
+    if not (plain and model.first and model.last) or not c.rope_dim == c.value_dim == c.head_dim:
         return False
     parts = [_parts(one) for one in layers]
     norms = [model.model.norm, *(one for _, some in parts for one in some if one is not None)]
