@@ -340,13 +340,13 @@ def _documents(recipe: Recipe, n: int) -> View:
     texts = PretrainTexts.of(recipe_prompts(recipe), recipe.data.holdout)
     loaded = load_model(recipe.model.path) if recipe.model.path else None
     tokenizer = choose_tokenizer(recipe, None, loaded, texts.train)
-    corpus, _, pieces = tokenised(recipe, texts, tokenizer)
+    corpus, _, by_source = tokenised(recipe, texts, tokenizer)
     view = _view(recipe, tokenizer, len(texts.train), len(texts.heldout), len(corpus))
     view.notes += texts.notes
     view.stops = [tokenizer.token(tokenizer.eos_id)]
     view.lengths["piece"] = Lengths.of(corpus.lengths)
     view.loss_share = 1 - len(corpus) / corpus.tokens_in_all
-    first = _mixture(recipe, view, mixed(recipe, pieces, corpus.lengths)) if recipe.data.mixture else np.zeros(0)
+    first = _mixture(recipe, view, mixed(recipe, by_source, corpus.lengths)) if recipe.data.mixture else np.zeros(0)
     drawn = corpus.lengths[first] if len(first) else corpus.lengths
     shape = partial(model_config, recipe, loaded, tokenizer)
     _pack(recipe, view, _steps(recipe, drawn[:, None], shuffled=not len(first)), shape)
