@@ -90,9 +90,9 @@ class Sleep:
     tokens = 0
 
     @classmethod
-    def forward(cls, model: Any, ids: Any, *_: Any) -> float:
-        """Of a forward pass over ids [N]; none where nothing is learned from it."""
-        cls.tokens = ids.shape[0] if model.training else 0
+    def forward(cls, model: Any, given: Any, *_: Any) -> float:
+        """Of a forward pass over a ``ModelInput``; none where nothing is learned from it."""
+        cls.tokens = given.ids.shape[0] if model.training else 0
         base, slope = CAUSE["sleep"]
         return base + slope * cls.tokens if cls.tokens else 0.0
 

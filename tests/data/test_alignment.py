@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from tests.errors import raises
 from tilth.core.errors import DataError
-from tilth.data.alignment import Chunk, Translator, align
+from tilth.data.alignment import AlignedChunk, Translator, align
 from tilth.data.tokenizer import TURN, Tokenizer
 
 LETTERS = ["a", "b", " ", "1", "e\u0301", "\u0301", "שלום", "ע", "مرحبا", "👍🏽", "👩\u200d👧", "é", "中", "\n"]
@@ -45,7 +45,7 @@ def oracle(text, mine, theirs):
 
     own, other = ends(mine), ends(theirs)
     places = sorted(own.keys() & other.keys() & characters)
-    return [Chunk(own[a], own[b], other[a], other[b]) for a, b in pairwise(places)]
+    return [AlignedChunk(own[a], own[b], other[a], other[b]) for a, b in pairwise(places)]
 
 
 @given(TEXTS, TOKENIZERS, TOKENIZERS)
@@ -70,16 +70,16 @@ def test_any_bytes_are_in_chunks_of_equal_text_or_in_none(ids, own, other):
 def test_equal_tokens_are_chunks_of_one():
     own = trained(260, "ab ab 1 é שלום")
     ids = own.encode("ab 1")
-    assert align(own, ids, own, ids) == [Chunk(i, i + 1, i, i + 1) for i in range(len(ids))]
+    assert align(own, ids, own, ids) == [AlignedChunk(i, i + 1, i, i + 1) for i in range(len(ids))]
 
 
 def test_special_tokens_and_bytes_that_are_no_text_are_in_no_chunk():
     own, other = trained(260, "ab ab 1 é שלום"), Tokenizer.characters("ab\ufffd")
     a, b = own.encode("a")[0], own.encode("b")[0]
     special = [a, own.eos_id, b]
-    assert align(own, special, other, other.encode("ab")) == [Chunk(0, 1, 0, 1), Chunk(2, 3, 1, 2)]
+    assert align(own, special, other, other.encode("ab")) == [AlignedChunk(0, 1, 0, 1), AlignedChunk(2, 3, 1, 2)]
     torn = [a, *own.encode("中")[:1], b]
-    assert align(own, torn, other, other.encode("a\ufffdb")) == [Chunk(0, 1, 0, 1)]
+    assert align(own, torn, other, other.encode("a\ufffdb")) == [AlignedChunk(0, 1, 0, 1)]
     assert align(own, [a, b], other, other.encode("ba")) == []
 
 
@@ -97,7 +97,7 @@ def chunks(found):
 
 
 def joined(some):
-    return Chunk(some[0].start, some[-1].end, some[0].other_start, some[-1].other_end)
+    return AlignedChunk(some[0].start, some[-1].end, some[0].other_start, some[-1].other_end)
 
 
 @cache
@@ -128,7 +128,7 @@ def test_a_translation_is_what_the_other_would_make_of_prompt_and_completion(pro
         if ends_alike(own, chosen[chunk.end - 1], other, said[chunk.other_end - 1]):
             expected.append(joined(inside[first : i + 1]))
             first = i + 1
-    expected.append(joined([*inside[first:], Chunk(len(chosen), len(chosen) + 1, len(said), len(said) + 1)]))
+    expected.append(joined([*inside[first:], AlignedChunk(len(chosen), len(chosen) + 1, len(said), len(said) + 1)]))
     assert found.chunks == [chunk.moved(len(start), len(theirs)) for chunk in expected]
     covered = {i for chunk in found.chunks for i in range(chunk.other_start, chunk.other_end)}
     assert np.flatnonzero(found.mask).tolist() == sorted(covered)

@@ -18,7 +18,7 @@ _NO_TEXT = "\ufffd"
 """What decoders write for bytes that are no text."""
 
 
-class Chunk(NamedTuple):
+class AlignedChunk(NamedTuple):
     """Tokens [start, end) and [other_start, other_end) of two tokenizers that stand for the same characters."""
 
     start: int
@@ -26,9 +26,9 @@ class Chunk(NamedTuple):
     other_start: int
     other_end: int
 
-    def moved(self, by: int, other_by: int) -> "Chunk":
+    def moved(self, by: int, other_by: int) -> "AlignedChunk":
         """Return the chunk in a longer sequence, behind these numbers of tokens."""
-        return Chunk(self.start + by, self.end + by, self.other_start + other_by, self.other_end + other_by)
+        return AlignedChunk(self.start + by, self.end + by, self.other_start + other_by, self.other_end + other_by)
 
 
 def boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
@@ -50,7 +50,7 @@ def boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[tupl
     return text, found
 
 
-def align(own: Tokenizer, ids: Sequence[int], other: Tokenizer, others: Sequence[int]) -> list[Chunk]:
+def align(own: Tokenizer, ids: Sequence[int], other: Tokenizer, others: Sequence[int]) -> list[AlignedChunk]:
     """Return the smallest chunks of tokens that begin and end at the same characters in both tokenizations of one text.
 
     Left out: tokens without characters (special tokens), bytes that are no text, and what has no common end. Empty if
@@ -62,7 +62,7 @@ def align(own: Tokenizer, ids: Sequence[int], other: Tokenizer, others: Sequence
     mine_at, theirs_at = _by_character(mine), _by_character(theirs)
     places = sorted(mine_at.keys() & theirs_at.keys())
     return [
-        Chunk(mine_at[start][1], mine_at[end][0], theirs_at[start][1], theirs_at[end][0])
+        AlignedChunk(mine_at[start][1], mine_at[end][0], theirs_at[start][1], theirs_at[end][0])
         for start, end in pairwise(places)
         if _NO_TEXT not in text[start:end]
     ]
@@ -84,7 +84,7 @@ class Translation(NamedTuple):
 
     tokens: np.ndarray
     mask: np.ndarray
-    chunks: list[Chunk]
+    chunks: list[AlignedChunk]
 
 
 class Translator:
@@ -115,14 +115,14 @@ class Translator:
         prompt has such a text or special token.
         """
         first = len(self._begin) if ids[: len(self._begin)].tolist() == self._begin else 0
-        found, chunks, settled = list(self._other_begin), list[Chunk](), list[bool]()
+        found, chunks, settled = list(self._other_begin), list[AlignedChunk](), list[bool]()
         for start, end, special in self._runs(ids, mask, first):
             some, chosen = ids[start:end].tolist(), bool(mask[start])
             theirs = self._special_token(some[0], chosen) if special else self._text(some, chosen)
             if theirs is None:
                 break
             if chosen:
-                here = [Chunk(0, 1, 0, 1)] if special else align(self.own, some, self.other, theirs)
+                here = [AlignedChunk(0, 1, 0, 1)] if special else align(self.own, some, self.other, theirs)
                 chunks += [chunk.moved(start, len(found)) for chunk in here]
                 settled += [special or self._settled(some[c.end - 1], theirs[c.other_end - 1]) for c in here]
             found += theirs
@@ -169,12 +169,12 @@ class Translator:
             return None
 
 
-def _merged(chunks: Sequence[Chunk], settled: Sequence[bool]) -> list[Chunk]:
+def _merged(chunks: Sequence[AlignedChunk], settled: Sequence[bool]) -> list[AlignedChunk]:
     """Join each chunk whose end is not settled with the one behind it; without one it is left out."""
-    found, open_chunk = list[Chunk](), None
+    found, open_chunk = list[AlignedChunk](), None
     for chunk, ends in zip(chunks, settled):
         if open_chunk is not None and (open_chunk.end, open_chunk.other_end) == (chunk.start, chunk.other_start):
-            chunk = Chunk(open_chunk.start, chunk.end, open_chunk.other_start, chunk.other_end)
+            chunk = AlignedChunk(open_chunk.start, chunk.end, open_chunk.other_start, chunk.other_end)
         open_chunk = None if ends else chunk
         found += [chunk] if ends else []
     return found

@@ -1,4 +1,4 @@
-"""What lies between the products of a decoder's layer, in one pass each: C++ (``row_product.cpp``) in place of several
+"""Functions between the products of a decoder's layer, in one pass each: C++ (``row_product.cpp``) in place of several
 kernels of torch, in float32 on a CPU without a gradient.
 
 Each has the bits of the functions that it replaces: it is tried once on this machine and not used where one differs,

@@ -11,14 +11,14 @@ import numpy as np
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Jagged
-from tilth.data.alignment import Chunk, Translator
+from tilth.data.alignment import AlignedChunk, Translator
 from tilth.plan.batch import RowTable
 from tilth.roles.experience import CHUNK_TOKENS, UNALIGNED, put_like, put_mask
 from tilth.roles.reference import ReferenceWorker
 from tilth.trace.spans import span
 
 _CHUNKS = "chunks"
-"""Payload column of translated rows: four numbers of each ``Chunk`` in turn, int32."""
+"""Payload column of translated rows: four numbers of each ``AlignedChunk`` in turn, int32."""
 
 
 class TeacherWorker(ReferenceWorker):
@@ -71,8 +71,8 @@ def shares(chunks: Jagged, own: Jagged, theirs: Jagged) -> tuple[np.ndarray, np.
     chunks: of each row, as in the payload; own: the policy's log-probs [N], theirs: the teacher's of its own tokens.
     """
     ref, sizes = np.zeros(len(own.values), np.float32), np.zeros(len(own.values), np.float32)
-    table = chunks.values.reshape(-1, len(Chunk._fields)).astype(np.int64)
-    rows = np.repeat(np.arange(len(chunks.lengths)), chunks.lengths // len(Chunk._fields))
+    table = chunks.values.reshape(-1, len(AlignedChunk._fields)).astype(np.int64)
+    rows = np.repeat(np.arange(len(chunks.lengths)), chunks.lengths // len(AlignedChunk._fields))
     mine, other = table[:, :2] + own.offsets[rows, None], table[:, 2:] + theirs.offsets[rows, None]
     p, q, counts = _sums(own.values, mine), _sums(theirs.values, other), mine[:, 1] - mine[:, 0]
     which = np.repeat(np.arange(len(table)), counts)
