@@ -127,6 +127,6 @@ def test_every_role_refuses_parity_that_this_machine_cannot_keep(monkeypatch, ro
     monkeypatch.setattr(parity, "reference", lambda shape: None)
     monkeypatch.setattr(workers, "load_model", lambda *spec: SimpleNamespace(config=CONFIG))
     recipe = from_dict({"train": {"parity": True}, "reward": {"model": "some"}})
-    shape = () if role == "reward_model" else (CONFIG,)
+    more = {"reward_model": (), "reference": (CONFIG, None)}.get(role, (CONFIG,))
     with raises(RecipeError, "train.parity"):
-        getattr(workers, role)(Context(role, MESH, 1, 1, InlineStore(), 0), recipe, *shape)
+        getattr(workers, role)(Context(role, MESH, 1, 1, InlineStore(), 0), recipe, *more)
