@@ -163,6 +163,17 @@ def test_of_a_long_run_only_the_end_is_read(tmp_path):
     assert tail.new() == ([], False)
 
 
+@pytest.mark.parametrize("steps", [(5, 6), (5, 6, 7)])
+def test_a_file_that_was_written_anew_in_its_place_voids_what_was_read(tmp_path, steps):
+    """As one in the inode of a run that was removed."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    tail = Tail(path)
+    tail.new()
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    assert tail.new() == ([{"step": step} for step in steps], True)
+
+
 def test_a_run_that_was_set_back_begins_anew(directory):
     for step in (1, 2, 3):
         directory.commit_step({"step": step, "phase_step": step, **RECORD})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -41,6 +41,7 @@ from tilth.runs.readers import (
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 
+END = 256  # bytes before the place where reading goes on: more than the end of one line
 TAIL = 1 << 18  # bytes at the end of the metrics that are read first: some hundred steps
 STEPS = 20  # most steps that the breakdown of the newest events covers
 RANKS = 16  # most ranks with a line of their own
@@ -70,14 +71,14 @@ class Tail:
 
     def __init__(self, path: Path, reach: int = TAIL) -> None:
         self.path, self.reach = path, reach
-        self._at, self._file = 0, -1
+        self._at, self._file, self._end = 0, -1, b""
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the records since the last call; True if the file was replaced, which voids earlier ones."""
         try:
             with open(self.path, "rb") as file:
                 found = os.fstat(file.fileno())
-                again = found.st_ino != self._file or found.st_size < self._at
+                again = found.st_ino != self._file or end_at(file, self._at) != self._end
                 if again:
                     self._file, self._at = found.st_ino, max(0, found.st_size - self.reach)
                     if self._at:
@@ -85,11 +86,19 @@ class Tail:
                         self._at += len(file.readline()) - 1  # to the start of a line
                 file.seek(self._at)
                 text = file.read()
+                whole = text[: text.rfind(b"\n") + 1]
+                self._at += len(whole)
+                self._end = end_at(file, self._at)
         except FileNotFoundError:
             return [], False
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
         return [record for line in whole.splitlines() if isinstance(record := parsed(line), dict)], again
+
+
+def end_at(file: BinaryIO, place: int) -> bytes:
+    """Return the last bytes before a place of a file. Where they are not what was read there, the file was replaced: a
+    new one may have the inode of one that was removed, and be as long."""
+    file.seek(max(0, place - END))
+    return file.read(min(place, END))
 
 
 def parsed(line: bytes) -> Any:

@@ -99,6 +99,21 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
     assert table.new() == ([], True) and len(table) == 0
 
 
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_file_that_was_written_anew_in_its_place_is_read_anew(tmp_path, longer):
+    """As one in the inode of a run that was removed."""
+    path = tmp_path / "metrics.jsonl"
+    first = [{"step": step, "loss": step + 0.1} for step in range(1, 6)]
+    other = [{"step": step, "loss": step + 0.2} for step in range(1, 6 + longer)]
+    lines(path, *first)
+    table = MetricTable(path)
+    table.new()
+    version, inode = table.version, path.stat().st_ino
+    lines(path, *other)
+    assert path.stat().st_ino == inode and table.new()[1]
+    assert same(table, other) and table.version[0] != version[0]
+
+
 def test_a_page_reads_whole_columns_while_another_reads_on(run, monkeypatch):
     records = [{"step": step, "attempt": 1, "phase": "grpo", "loss": float(step)} for step in range(1, 601)]
     lines(run / "metrics.jsonl", *records[:200])

@@ -14,7 +14,7 @@ import pyarrow.json as pj
 from tilth.runs.metrics import KEYS
 from tilth.runs.readers import StepRecords
 from tilth.ui import format
-from tilth.ui.top import TAIL, parsed
+from tilth.ui.top import TAIL, end_at, parsed
 
 BLOCK = 16 << 20
 """Bytes of a file that are read at once; a longer line is none of a step."""
@@ -34,11 +34,11 @@ class MetricTable:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = -1
+        self._file, self._files = -1, 0
         self._clear()
 
     def _clear(self) -> None:
-        self._at, self._rows, self._late, self.unread, self.nbytes = 0, 0, 0, 0, 0
+        self._at, self._rows, self._late, self.unread, self.nbytes, self._end = 0, 0, 0, 0, 0, b""
         self._columns: dict[str, np.ndarray] = {}
         self._phases: list[str] = []
 
@@ -46,7 +46,7 @@ class MetricTable:
     def version(self) -> tuple[int, int, int]:
         """Return the file, the bytes read, and the number of rows at or before an earlier step. Where only the bytes
         differ, steps were added behind the last one."""
-        return self._file, self._at, self._late
+        return (self._file << 10) + self._files % 1024, self._at, self._late
 
     def copy(self) -> Self:
         """Return a table that reads on while others read this one: they share the values of the rows so far."""
@@ -64,10 +64,10 @@ class MetricTable:
             return [], gone
         with file:
             found = os.fstat(file.fileno())
-            again = found.st_ino != self._file or found.st_size < self._at
+            again = found.st_ino != self._file or end_at(file, self._at) != self._end
             if again:
                 self._clear()
-                self._file = found.st_ino
+                self._file, self._files = found.st_ino, self._files + 1
             records: list[Record] = []
             file.seek(self._at)
             while block := file.read(BLOCK):
@@ -78,6 +78,7 @@ class MetricTable:
                 self._at += len(whole) or len(block)
                 records = [*records, *self._take(whole)][-RECENT:]
                 file.seek(self._at)
+            self._end = end_at(file, self._at)
         self.nbytes = sum(column.nbytes for column in self._columns.values())
         return records, again
 
