@@ -7,9 +7,11 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.scripts import SCRIPTS, script
 from tilth.analysis.whatif import Finding
+from tilth.models.inputs import ModelInput
 
 causes = script("causes.py")
 
@@ -70,7 +72,9 @@ def test_calibrated_sleep_is_longer_on_a_slow_rank(inject, monkeypatch, step, fa
     module, slept = inject(case(causes.slow(0, 2.0), "sleep")), []
     monkeypatch.setattr(module.time, "sleep", slept.append)
     module.State.rank, module.State.step = 0, step
-    module.slowed(lambda model, ids: None, module.Sleep.forward)(SimpleNamespace(training=True), np.zeros(100))
+    module.slowed(lambda model, ids: None, module.Sleep.forward)(
+        SimpleNamespace(training=True), ModelInput(torch.zeros(100))
+    )
     module.slowed(lambda loss: None, module.Sleep.backward)(None)
     base, slope = causes.SLEEP
     assert slept == pytest.approx([factor * (base + 100 * slope), 2 * factor * (base + 100 * slope)])
@@ -78,7 +82,7 @@ def test_calibrated_sleep_is_longer_on_a_slow_rank(inject, monkeypatch, step, fa
 
 def test_nothing_sleeps_where_nothing_is_learned(inject):
     module = inject(case(causes.NONE, "sleep"))
-    assert module.Sleep.forward(SimpleNamespace(training=False), np.zeros(100)) == 0
+    assert module.Sleep.forward(SimpleNamespace(training=False), ModelInput(torch.zeros(100))) == 0
 
 
 def test_garbage_is_collected_once_a_step(inject, monkeypatch):

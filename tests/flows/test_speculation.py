@@ -85,7 +85,7 @@ def test_a_run_with_a_drafting_model_has_the_bits_of_one_without(tmp_path):
                 train={"parity": True},
                 supervised={"steps": 1},
                 algorithm={"steps": 2},
-                model={"context": 32},
+                model={"context": 32, "layers": 6},  # so that a guess costs little
                 rollout={"max_tokens": 12, **more},
             ),
             name=name,

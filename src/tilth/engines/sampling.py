@@ -258,7 +258,9 @@ def _cutoff(logp: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
     mass = (kept - kept[:, :1].masked_fill(whole[:, None], 0.0)).exp().cumsum(-1)
     share = torch.where(whole, rules.top_p, rules.top_p * mass[:, -1])
     before = F.pad(mass[:, :-1], (1, 0))
-    needed = torch.where(rules.top_p < 1, (before < share[:, None]).sum(-1), width)
+    needed = torch.where(
+        rules.top_p < 1, (before < share[:, None]).sum(-1).clamp(min=1), width
+    )  # at least 1 of nan too
     cutoff = kept.gather(1, torch.minimum(needed, count)[:, None] - 1)[:, 0]
     enough = width == logp.shape[1] or not rules.nucleus  # or a device would have to be waited for
     enough = enough or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())

@@ -12,7 +12,6 @@ from tilth.config.open_sets import COMPRESSORS, LOCAL_METHODS, WEIGHT_CODES
 from tilth.config.roles import ROLES, resolve
 from tilth.config.schema import CommConfig, LayoutConfig, Recipe
 from tilth.core.layout import Layout, Mesh
-from tilth.core.random import stream
 from tilth.plan.context import RING_SHARE
 from tilth.plan.experts import dispatch_elements, dispatch_mode
 from tilth.plan.layout import Placed, cut, has_values, is_coded, layouts, place, policy_layouts
@@ -266,6 +265,8 @@ def _code_bytes(compressor: Any, count: float) -> float:
     """Return the bytes of the code of some values. They grow linearly but for whole bytes and groups, so that two
     lengths tell those of others."""
     import torch  # where a recipe compresses
+
+    from tilth.core.random import stream  # loads torch too
 
     few, many = 1 << 14, 1 << 16
     one, other = (compressor.encode(torch.zeros(n), stream(0, "form")).nbytes for n in (few, many))

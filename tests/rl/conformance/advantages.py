@@ -294,10 +294,11 @@ def tir_optimal_token_baseline(rows: list[Row], o: Options) -> tuple[Numbers, Nu
 
 @oracle("distill")
 def distill(rows: list[Row], o: Options) -> tuple[Numbers, None]:
-    """log teacher - log student, and the discounted same of the tokens behind."""
+    """log teacher - log student, of a whole chunk if they are aligned, and the discounted same of the tokens behind."""
     found: Numbers = []
     for row in rows:
-        gaps = [t.ref_logprobs - t.old_logprobs for t in row.tokens]
+        of_chunk = o["align"] == "characters"
+        gaps = [(t.ref_logprobs - t.old_logprobs) * (t.chunk_tokens if of_chunk else 1) for t in row.tokens]
         sums = [math.fsum(o["horizon"] ** k * g for k, g in enumerate(gaps[i:])) for i in range(len(gaps))]
         found.append(sums if there(row) else None)
     return found, None

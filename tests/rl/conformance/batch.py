@@ -120,6 +120,7 @@ def golden(prompt: int = 0, width: int | None = None) -> Batch:
         "advantages": torch.where(data.mask > 0, GRPO[data.row], math.nan),
         "sum_pi_squared": torch.full((len(data.mask),), 0.5),
         "uniforms": torch.full((len(data.mask),), 0.5),
+        "chunk_tokens": torch.ones(len(data.mask)),
         "rewards": data.token_rewards,
     }
     tokens = {k: v.double() for k, v in tokens.items()}
@@ -178,6 +179,7 @@ def drawn(seed: int, *, even: bool = False, missing: bool = True, rows: int | No
         "old_values": column(0.5),
         "returns": column(0.7),
         "loss": column(1.0),
+        "chunk_tokens": torch.from_numpy(np.where(mask, 1.0 + np.arange(len(mask)) % 3, np.nan)),
     }
     rows_of = {
         "baselines": torch.from_numpy(rng.choice([0.0, 1.0, 0.3], n)),

@@ -112,7 +112,7 @@ _POSITION = ("sum_pi_squared",)
 """Needed by estimators that have no baseline where a token is alone at its place."""
 _EVERY = (
     "rewards groups counts values logprobs ref_logprobs old_logprobs rollout_logprobs sum_pi_squared weights "
-    "uniforms baselines part/correct part/format"
+    "chunk_tokens uniforms baselines part/correct part/format"
 ).split()
 
 

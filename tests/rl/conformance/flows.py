@@ -87,7 +87,7 @@ def usable(flow: str, subject: Subject) -> bool:
 
 _EVERY = (
     "rewards groups counts values logprobs ref_logprobs old_logprobs rollout_logprobs sum_pi_squared weights "
-    "uniforms baselines"
+    "chunk_tokens uniforms baselines"
 ).split()
 
 

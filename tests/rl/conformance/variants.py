@@ -27,7 +27,7 @@ _ADVANTAGES: dict[str, list[dict]] = {
     ],
     "optimal_token_baseline": [{"eps": 0.1}, {"singleton": "zero"}],
     "tir_optimal_token_baseline": [{"eps": 0.1}, {"singleton": "zero"}],
-    "distill": [{"horizon": 1.0}, {"horizon": 0.7}],
+    "distill": [{"horizon": 1.0}, {"horizon": 0.7}, {"align": "characters"}],
 }
 _LOSSES: dict[str, list[dict]] = {
     "ppo_clip": [{"clip_low": 0.1, "clip_high": 0.3}, {"dual_clip": 1.1}],
