@@ -203,3 +203,17 @@ def test_what_ends_a_completion_becomes_what_ends_one_there():
     ends = translated(chat, other, [*a, turn_end, *a], [turn_end])
     assert ends.tokens[-1] == other.eos_id and ends.tokens[1] == other.special()["<|im_end|>"]
     assert len(ends.chunks) == 1
+
+
+@pytest.mark.parametrize("whose", ["policy", "teacher"])
+def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused(whose):
+    """As SentencePiece does for Llama 2: "2+2=" and "12" apart would be read as "2+2= 12"."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    core.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["<pad>", "</s>"], show_progress=False)
+    core.train_from_iterator(["2+2= 12 ab"] * 3, trainer)
+    spaced, plain = Tokenizer(core, "</s>", "<pad>"), Tokenizer.train(["2+2= 12 ab"] * 3, 260)
+    with raises(DataError, f"align.{whose}"):
+        Translator(*((spaced, plain) if whose == "policy" else (plain, spaced)), 9)
+    Translator(plain, Tokenizer.characters("ab12"), 9)

@@ -99,13 +99,21 @@ class Translator:
     """
 
     def __init__(self, own: Tokenizer, other: Tokenizer, most: int) -> None:
-        """most: tokens of a translation; the rest is cut off and is in no chunk."""
+        """most: tokens of a translation; the rest is cut off and is in no chunk. Raises DataError for a tokenizer that
+        changes a text where it begins: runs of a sequence are read apart."""
         self.own, self.other, self.most = own, other, most
         self._begin, self._other_begin = own.encode(""), other.encode("")
         self._written = _counterparts(own, other)
         stops = {stop: self._written[stop] for stop in own.stop_ids}
         self._chosen = self._written | {s: i if i in other.stop_ids else other.eos_id for s, i in stops.items()}
         self._longer, self._other_longer = _Continuations(own), _Continuations(other)
+        for whose, tokenizer, texts in (("policy", own, self._longer), ("teacher", other, self._other_longer)):
+            if (character := texts.character()) and not _joins(tokenizer, character):
+                raise DataError(
+                    f"the {whose}'s tokenizer writes a space before every text, so the parts of a sequence are not the "
+                    "text of the whole; use one that does not (byte-level, as of Llama 3 or Qwen)",
+                    key=f"align.{whose}",
+                )
         self._special = np.array(sorted({*own.special().values(), *own.stop_ids, own.pad_id}), np.int64)
 
     def translate(self, ids: np.ndarray, mask: np.ndarray) -> Translation:
@@ -189,6 +197,10 @@ class _Continuations:
         self._texts = {id: text for id in ids if _NO_TEXT not in (text := tokenizer.decode([id])) and text}
         self._sorted, self._known = sorted(set(self._texts.values())), dict[str, frozenset[str]]()
 
+    def character(self) -> str:
+        """Return a text of one character that is no space; empty if there is none."""
+        return next((text for text in self._sorted if len(text) == 1 and not text.isspace()), "")
+
     def after(self, id: int) -> frozenset[str]:
         """Return what stands behind the text of a token in the longer tokens that begin with it."""
         text = self._texts.get(id, _NO_TEXT)
@@ -197,6 +209,19 @@ class _Continuations:
             longer = takewhile(lambda other: other.startswith(text), islice(self._sorted, first, None))
             self._known[text] = frozenset(other[len(text) :] for other in longer)
         return self._known[text]
+
+
+def _joins(tokenizer: Tokenizer, character: str) -> bool:
+    """Return True if tokens of two texts, one behind the other, are those of the texts joined."""
+    first = tokenizer.encode(character, special=False)
+    for text in (character, f" {character}"):
+        try:
+            second = tokenizer.encode(text, special=False)
+        except DataError:  # a tokenizer without spaces
+            continue
+        if tokenizer.decode([*first, *second]) != character + text or tokenizer.decode(second) != text:
+            return False
+    return True
 
 
 def _counterparts(own: Tokenizer, other: Tokenizer) -> dict[int, int]:
