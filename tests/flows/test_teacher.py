@@ -3,6 +3,7 @@ the tokenizer of numbers."""
 
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from tilth.core.errors import DataError, RecipeError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
 from tilth.data.tokenizer import EOS, PAD, Tokenizer
+from tilth.flows.step_log import StepLog
 from tilth.launch.checks import check_algorithm
+from tilth.runs.metrics import Metrics
 from tilth.runs.signals import Interrupted
 
 ONCE = {"eval_every": 0, "save_every": 40}
@@ -147,3 +150,13 @@ def test_a_teacher_with_less_context_is_refused(tmp_path, teacher):
 
 if __name__ == "__main__":
     numbers().save(sys.argv[1])
+
+
+@pytest.mark.parametrize(("step", "lost", "warned"), [(0, 6, 1), (0, 5, 0), (1, 6, 0)])
+def test_a_first_step_of_which_most_cannot_be_aligned_is_told(step, lost, warned):
+    warnings, log = list[tuple[int, str]](), StepLog.__new__(StepLog)
+    log.metrics, log.state, log.say = Metrics(), SimpleNamespace(phase_step=step, step=step), print
+    log.directory = SimpleNamespace(warn=lambda *told: warnings.append(told))
+    log.add_unaligned(lost, 10)
+    assert [(number, text[:7]) for number, text in warnings] == [(1, "6 of 10")] * warned
+    assert log.metrics.values()["reference/unaligned"] == lost / 10

@@ -297,7 +297,7 @@ class Run:
         if teacher is None:
             return batch if reference is None else reference.logprobs(batch)
         batch = teacher.aligned(batch, teacher.logprobs(theirs))
-        self.metrics.add_sum("reference/unaligned", float(batch[UNALIGNED].sum()), float(batch["completion"].sum()))
+        self.log.add_unaligned(int(batch[UNALIGNED].sum()), int(batch["completion"].sum()))
         return batch
 
     def baselines(self, batch: Batch) -> Batch:

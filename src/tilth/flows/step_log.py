@@ -100,6 +100,13 @@ class StepLog:
             self.directory.warn(self.state.step + 1, text)
             self.say(f"step {self.state.step + 1}: {text}")
 
+    def add_unaligned(self, lost: int, tokens: int) -> None:
+        """Count tokens of answers that cannot be aligned with a teacher's; warn if they are most of a first step's."""
+        self.metrics.add_sum("reference/unaligned", lost, tokens)
+        if self.state.phase_step == 0 and 2 * lost > tokens:
+            text = f"{lost} of {tokens} tokens of the answers cannot be written in the teacher's tokens, or not aligned"
+            self._warn(f"{text} with them, so nothing is learned from them; the tokenizers are too different")
+
     def adapt_weights(self) -> None:
         """Adapt the weights of KL penalty and entropy bonus that follow a target, from the updates of this step."""
         state, samples = self.state, self.recipe.rollout.prompts * self.recipe.rollout.group
