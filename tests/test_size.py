@@ -12,7 +12,7 @@ BUDGETS = {
     "sandbox": (1_060, 800),
     "rewards envs tasks": (5_430, 3_900),
     "cluster": (5_500, 4_500),
-    "data": (5_650, 2_600),
+    "data": (5_670, 2_600),
     "models": (6_300, 4_200),
     "parallel": (4_910, 3_000),
     "checkpoint": (4_190, 3_600),
@@ -21,11 +21,11 @@ BUDGETS = {
     "roles": (4_300, 1_700),
     "guard": (2_640, 2_700),
     "runs": (4_510, 2_650),
-    "flows": (3_590, 1_850),
+    "flows": (3_600, 1_850),
     "launch": (5_610, 2_700),
     "serve": (6_790, 4_200),
     "analysis": (3_560, 3_000),
-    "ui cli api": (9_130, 6_100),
+    "ui cli api": (9_140, 6_100),
 }
 """Packages, or modules beside them -> (lines that they may have now, lines that they should have)."""
 

@@ -180,7 +180,11 @@ ARG D=$A
 RUN echo "$A-$D-$SIDE" >> said
 ENV A=kept LAST=$C
 ARG A=late
-RUN echo "$A" >> said
+RUN echo "$A" \\
+
+# between lines
+
+  >> said
 """
 
 
@@ -199,6 +203,7 @@ def test_an_arg_is_there_while_building_behind_its_line_and_an_env_wins(tmp_path
     [
         "FROM scratch",
         "ARG",
+        "ARG UID=1000",
         'ENV A="x',
         "RUN --mount=type=cache,target=/x make",
         "COPY --from=build /a /b",

@@ -60,6 +60,8 @@ MARKS = r"""[`\\"']|\$(?![A-Za-z_]|\{[A-Za-z_])"""
 """What a word may not have: it would mean another thing to a shell."""
 ARCHIVE = r"(?i)\S+(://|\.(tar|t[agblx]z2?|tzst)\b)\S*"
 """What ADD would fetch or unpack."""
+READONLY = {"UID", "EUID", "PPID", "BASHOPTS", "BASH_VERSINFO", "SHELLOPTS"}
+"""Variables of bash that cannot be set."""
 WORD = r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^\s"'\\])+"""
 """Word of a line, with what is in quotes."""
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
@@ -118,7 +120,8 @@ def steps_of(dockerfile: str) -> list[str]:
     """Return commands of bash that do what the instructions of a Dockerfile do. ValueError: one cannot be done so."""
     if found := re.match(r"(?i)(?:#\s*\w+\s*=.*\n)*(#\s*escape\s*=\s*`.*)", dockerfile):
         raise ValueError(f"{found[1]}: a line goes on behind a \\ alone; leave it out")
-    text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
+    told = [line for line in dockerfile.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    text = "\n".join(told)  # a line goes on behind comments and empty lines
     lines = [line.strip() for line in re.sub(r"\\[ \t]*\n", "", text).splitlines() if line.strip()]
     if sum(line.split()[0].upper() == "FROM" for line in lines) > 1:
         raise ValueError("has several stages (FROM), of which the sandbox builds none; write one")
@@ -149,7 +152,10 @@ def _assigned(name: str, rest: str = "") -> dict[str, str]:
         return {key: f'{key}="{re.sub(QUOTE, "", "".join(value))}"'}
     if not rest or (left := re.sub(WORD, "", rest).strip()):
         raise ValueError(f"{name} {rest[:60]}: {left if rest else 'nothing'!r} is no variable; write {name} KEY=VALUE")
-    return {one.partition("=")[0]: one for one in re.findall(WORD, rest)}
+    given = {one.partition("=")[0]: one for one in re.findall(WORD, rest)}
+    if own := READONLY & given.keys():
+        raise ValueError(f"{name} {min(own)}: bash keeps this variable for itself; use another name")
+    return given
 
 
 def _exact(rest: str) -> list[str] | None:
