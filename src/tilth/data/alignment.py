@@ -12,10 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.data.tokenizer import Tokenizer
-
-_NO_TEXT = "\ufffd"
-"""What decoders write for bytes that are no text."""
+from tilth.data.tokenizer import NO_TEXT, Tokenizer
 
 
 class AlignedChunk(NamedTuple):
@@ -44,7 +41,7 @@ def boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[tupl
         # With the piece before it, since decoders treat the first token of a text in a way of its own.
         piece = tokenizer.decode(ids[before:count])
         new = piece[len(head) :]
-        if piece.startswith(head) and not new.endswith(_NO_TEXT) and text.startswith(new, at):
+        if piece.startswith(head) and not new.endswith(NO_TEXT) and text.startswith(new, at):
             before, head = start, tokenizer.decode(ids[start:count])
             found.append((count, at + len(new)))
     return text, found
@@ -64,7 +61,7 @@ def align(own: Tokenizer, ids: Sequence[int], other: Tokenizer, others: Sequence
     return [
         AlignedChunk(mine_at[start][1], mine_at[end][0], theirs_at[start][1], theirs_at[end][0])
         for start, end in pairwise(places)
-        if _NO_TEXT not in text[start:end]
+        if NO_TEXT not in text[start:end]
     ]
 
 
@@ -194,7 +191,7 @@ class _Continuations:
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = tokenizer.special()
         ids = [id for text, id in tokenizer.vocabulary().items() if text not in special]
-        self._texts = {id: text for id in ids if _NO_TEXT not in (text := tokenizer.decode([id])) and text}
+        self._texts = {id: text for id in ids if NO_TEXT not in (text := tokenizer.decode([id])) and text}
         self._sorted, self._known = sorted(set(self._texts.values())), dict[str, frozenset[str]]()
 
     def character(self) -> str:
@@ -203,7 +200,7 @@ class _Continuations:
 
     def after(self, id: int) -> frozenset[str]:
         """Return what stands behind the text of a token in the longer tokens that begin with it."""
-        text = self._texts.get(id, _NO_TEXT)
+        text = self._texts.get(id, NO_TEXT)
         if text not in self._known:
             first = bisect_right(self._sorted, text)
             longer = takewhile(lambda other: other.startswith(text), islice(self._sorted, first, None))

@@ -35,6 +35,9 @@ _KEPT = ("tokenizer_config.json", "special_tokens_map.json", GENERATION, CHAT_TE
 _BESIDE = (*_KEPT, "config.json")
 _USUAL_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>", EOS)
 
+NO_TEXT = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are no text, or not yet."""
+
 
 class Tokenizer:
     """A tokenizer with its end and padding tokens.

@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-_OPEN = "\N{REPLACEMENT CHARACTER}"
-"""Output of decoders for a character with incomplete bytes."""
+from tilth.data.tokenizer import NO_TEXT
 
 
 class Decodes(Protocol):
@@ -89,7 +88,7 @@ class GrowingText:
         self._ids.append(id)
         before = self._tokenizer.decode(self._ids[self._context : self._settled], self._special)
         now = self._tokenizer.decode(self._ids[self._context :], self._special)
-        if now.endswith(_OPEN) or len(now) <= len(before):
+        if now.endswith(NO_TEXT) or len(now) <= len(before):
             return None
         self._context, self._settled = self._settled, len(self._ids)
         had = len(self.text)

@@ -17,7 +17,7 @@ from tilth.data.mixture import Mixture, MixtureRow
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import Prompt, PromptSet, with_holdout
 from tilth.data.template import Example, Template, data_template
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.tokenizer import NO_TEXT, Tokenizer
 from tilth.envs.process import listed_tools
 from tilth.launch.build import (
     PretrainTexts,
@@ -419,5 +419,5 @@ def _pack(recipe: Recipe, view: View, steps: Sequence[np.ndarray], shape: Shape)
 
 def _spelled(index: int, ids: list[int], mask: list[int], tokenizer: Tokenizer) -> ShownExample:
     texts = [tokenizer.decode([i], special=True) for i in ids]
-    whole = [text if "\ufffd" not in text else tokenizer.token(i) for text, i in zip(texts, ids)]  # part of a character
+    whole = [text if NO_TEXT not in text else tokenizer.token(i) for text, i in zip(texts, ids)]  # part of a character
     return ShownExample(index, ids, whole, mask)

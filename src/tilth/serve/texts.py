@@ -6,12 +6,9 @@ from typing import Any
 import numpy as np
 
 from tilth.core.trajectory import Likeliest
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.tokenizer import NO_TEXT, Tokenizer
 from tilth.engines.stops import GrowingText, SpelledText
 from tilth.envs.calls import before_calls
-
-_OPEN = "\N{REPLACEMENT CHARACTER}"
-"""Output of decoders for a part of a character."""
 
 
 class StreamedText:
@@ -50,7 +47,7 @@ class StreamedText:
 def spelled(tokenizer: Tokenizer, id: int) -> str:
     """Return a token as text, special ones too; a part of a character as the vocabulary writes it."""
     text = tokenizer.decode([id], special=True)
-    return tokenizer.token(id) if _OPEN in text else text
+    return tokenizer.token(id) if NO_TEXT in text else text
 
 
 def completion_logprobs(
@@ -83,7 +80,7 @@ def chat_logprobs(
 
     def entry(id: int, logprob: float) -> dict[str, Any]:
         text = spelled(tokenizer, id)
-        whole = _OPEN not in tokenizer.decode([id], special=True)
+        whole = NO_TEXT not in tokenizer.decode([id], special=True)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
     rows = []
