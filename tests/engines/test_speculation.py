@@ -356,9 +356,24 @@ def test_what_stands_of_a_draft():
 
 
 def test_a_guess_costs_more_the_more_rows_there_are():
-    prices = [price(rows, torch.device("cpu"), torch.float32) for rows in (1, 4, 16, 64)]
+    prices = [price(rows, drafting.free_positions(torch.device("cpu"), torch.float32)) for rows in (1, 4, 16, 64)]
     assert prices == sorted(prices) and prices[-1] < 1
-    assert price(4, torch.device("cuda"), torch.float32) == 4 / (4 + drafting.FREE_ELSEWHERE)
+    assert drafting.free_positions(torch.device("cuda"), torch.float32) == drafting.FREE_ELSEWHERE
+
+
+@pytest.mark.parametrize("rows, pays", [(8, True), (64, False)])
+def test_many_rows_of_a_small_model_have_no_drafts(rows, pays, monkeypatch):
+    """A guess takes half a position there, so with 64 rows not even a sure one is a gain."""
+    monkeypatch.setattr(drafting, "FREE", {("cpu", torch.float32): 32})
+    prompts = np.random.default_rng(0).integers(3, MODEL.config.vocab_size, (64, 5))
+    asked = [Request(i, prompt, SamplingParams(12)) for i, prompt in enumerate(prompts)]
+    engine = make_engine(MODEL, draft=DRAFT, max_rows=rows)
+    again(asked, engine)
+    assert (engine.stats().drafted_tokens > 0) == pays
+    monkeypatch.setattr(drafting, "LAYER", {"cpu": 1.0})  # of a model whose positions take long, they are worth it
+    engine = make_engine(MODEL, draft=DRAFT, max_rows=rows)
+    again(asked, engine)
+    assert engine.stats().drafted_tokens > 0
 
 
 def test_blocks_behind_a_row_are_free_again():

@@ -7,6 +7,7 @@ mode passes of all shapes have the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from tilth.engines.blocks import BlockManager
 from tilth.engines.drafter import Draft, Drafter, DraftError, Drawn
 from tilth.engines.lanes import LengthBucket
 from tilth.engines.request import SequenceState
+from tilth.models.config import DecoderConfig
+from tilth.plan.shape import token_flops
 
 NONE = -1
 """No token, in an array of drafts or of tokens to stop at."""
@@ -26,15 +29,30 @@ FREE = {("cpu", torch.float32): 32, ("cpu", torch.bfloat16): 4}
 measured on an EPYC with AVX2, which has no products in bf16."""
 FREE_ELSEWHERE = 256
 """The same of a GPU, not measured: about the tokens at which products stop waiting for memory."""
+LAYER, RATE = {"cpu": 20e-6}, {"cpu": 50e9}
+"""Seconds that a position of a pass takes for each layer and for the head, beside its products, and the rate of these
+(FLOP/s): one thread of a Xeon with AVX-512, models of 0.4 and 13 million parameters."""
+RATE_ELSEWHERE = 300e12
+"""The same of a GPU, not measured: what a device of 1,000 TFLOP/s attains in large products."""
 
 
-def price(rows: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the chance from which on a guessed token pays in a pass of so many rows.
+def price(rows: int, free: int, guess: float = 0.0) -> float:
+    """Return the chance from which on a guessed token pays in a pass of so many rows; above 1: none does.
 
-    A pass of n positions takes n + FREE units of time, and n rows gain n tokens by it. One more position with chance a
-    raises tokens per time if a > n / (n + FREE). Counts alone decide, so a run replays.
+    A pass of n positions takes n + free units of time, and n rows gain n tokens by it. One more position with chance a,
+    and a guess that takes ``guess`` units, raise tokens per time if a > n (1 + guess) / (n + free). Counts alone
+    decide, so a run replays.
     """
-    return rows / (rows + free_positions(device, dtype))
+    return rows * (1 + guess) / (rows + free)
+
+
+def prices(config: DecoderConfig, device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[int], float]:
+    """Return ``price`` by the rows of a pass of this model, whose size says how long a position takes in a full one.
+
+    seconds: that a guess takes."""
+    products = token_flops(config, 1).forward / RATE.get(device.type, RATE_ELSEWHERE)
+    position = (config.num_layers + 1) * LAYER.get(device.type, 0.0) + products
+    return partial(price, free=free_positions(device, dtype), guess=seconds / position)
 
 
 def free_positions(device: torch.device, dtype: torch.dtype) -> int:

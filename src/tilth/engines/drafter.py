@@ -43,6 +43,8 @@ class Drafter(Protocol):
 
     apart: bool = False
     """True if it begins with drafts before they are asked for (``expect``)."""
+    seconds: float = 0.0
+    """That a guessed token takes in the engine's process, beside its position in a pass (see ``draft.price``)."""
 
     def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray, drawn: Drawn = USUAL) -> None:
         """Take a row into flight with all that it has said; of a row in flight, take what it has said beside drafts,

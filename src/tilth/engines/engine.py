@@ -19,7 +19,7 @@ from tilth.engines.apart import ApartDrafter
 from tilth.engines.blocks import BlockManager
 from tilth.engines.branches import Branches
 from tilth.engines.cache import KeptTail, KVCache, PrefixStore
-from tilth.engines.draft import HOLE, NONE, Draft, Drafts, Speculation, check_said, free_positions, price, said_by
+from tilth.engines.draft import HOLE, NONE, Draft, Drafts, Speculation, check_said, free_positions, prices, said_by
 from tilth.engines.grammar import Grammars
 from tilth.engines.lanes import LengthBucket, logit_changes
 from tilth.engines.lockstep import LockStep, check_divided, part_of
@@ -115,11 +115,11 @@ class Engine(GenerationEngine):
 
     def _speculate(self, draft: DraftConfig) -> None:
         most = max(self._max_rows, min(self.step_tokens, CHOICE_ELEMENTS // self.config.vocab_size))
-        least = partial(price, device=self.device, dtype=self.dtype)
         make = self._drafter or partial(SuffixDrafter, draft.depth, branches=self._branches)
         drafter = ApartDrafter(make, self.stats) if draft.apart else make()
-        self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least, self.seed)
         free = free_positions(self.device, self.dtype)
+        least = prices(self.config, self.device, self.dtype, drafter.seconds)
+        self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least, self.seed)
         self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens, most)
 
     # Weights

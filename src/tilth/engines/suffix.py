@@ -168,6 +168,9 @@ class SuffixDrafter(Drafter):
     drafts do not pay.
     """
 
+    seconds = 40e-6
+    """Measured on a Xeon, in drafts of 8 tokens."""
+
     def __init__(self, depth: int, history: int = HISTORY, kept: int = KEPT, *, branches: bool = False) -> None:
         """depth: longest run that is looked up, in tokens; history and kept: see HISTORY and KEPT; branches: several
         continuations of a run may be in a draft."""
