@@ -1,21 +1,24 @@
 """What samples that are behind teach: the reward at the end, after equally many samples from one checkpoint.
 
-    python benchmarks/async_learning.py [--quick] [--json PATH] [--task addition|sorting] [--seeds 0 1 2]
+    python benchmarks/async_learning.py [--quick] [--json PATH] [--task TASK] [--seeds 0 1 2]
                                         [--staleness 1 4 free]
 
 Tasks: addition of two digits, whose answers end within a round of the engine, and sorting of 2 to 6 digits (4 to 12
-tokens), where updates come while an answer grows; the reward is the share of right characters. A small model is
-fine-tuned once for each task, and every run goes on from there with GRPO: with ``rollout.staleness`` 0, 1, 4, "free",
-with and without ``algorithm.correction``, and with both ways of ``rollout.inflight`` where these differ. A run's figure
-is the mean reward of answers drawn for the same held-out prompts after its last step. A row is inside where its mean
-over seeds lies between the least and the greatest seed of staleness 0 with correction.
+tokens), where updates come while an answer grows; the reward is the share of right characters. With ``--task
+addition-grpo`` that recipe: its model, batch and optimizer, from its warm-up on; the reward is right or wrong. A model
+is fine-tuned once for each task, and every run goes on from there with GRPO: with ``rollout.staleness`` 0, 1, 4,
+"free", with and without ``algorithm.correction``, and with both ways of ``rollout.inflight`` where these differ. A
+run's figure is the mean reward of answers drawn for the same held-out prompts after its last step. A row is inside
+where its mean over seeds lies between the least and the greatest seed of staleness 0 with correction.
 
 Runs are inline: counted rounds and no clock decide what is in flight, so a busy machine changes no row.
 """
 
 import statistics
 import tempfile
+import tomllib
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +40,12 @@ DRAWN, DRAWN_IDS = 8, -(10**6)
 """Answers to each held-out prompt, and the first id of them: no other samples have these."""
 SORTING = Task(lists=(2, 6), below=10, longest=12, train=4000, heldout=32)
 WARM_STEPS = {"addition": 20, "sorting": 40}
-"""Of the fine-tuning, for each task."""
+"""Of the fine-tuning, for each small task."""
+RECIPE = "addition-grpo"
 OPTIMIZER = {"name": "adamw", "lr": 2e-3}
+CPU = {"threads": 1, "device": "cpu"}
+KEPT = {"save_every": 10**6, "save_minutes": 0}
+"""Checkpoints: that of the end."""
 
 
 class Case(NamedTuple):
@@ -58,7 +65,7 @@ class Sizes(NamedTuple):
     group: int = 8
 
 
-FULL, QUICK = Sizes(20), Sizes(4, 4, 4)
+FULL, QUICK, OF_RECIPE = Sizes(20), Sizes(4, 4, 4), Sizes(120, 64, 8)
 
 
 def right(prompt: str, completion: str, info: dict[str, Any]) -> float:
@@ -69,23 +76,30 @@ def right(prompt: str, completion: str, info: dict[str, Any]) -> float:
 
 def cases(task: str, behind: Sequence[int | str]) -> list[Case]:
     """Rows of a task; staleness 0 with correction is the first."""
-    ways = ("update",) if task == "addition" else ("update", "finish")
+    ways = ("update", "finish") if task == "sorting" else ("update",)
     found = [Case(task, 0, correction) for correction in (True, False)]
     return found + [Case(task, n, correction, way) for n in behind for correction in (True, False) for way in ways]
 
 
 def settings(task: str, folder: Path, seed: int) -> dict[str, Any]:
     """Sections that the fine-tuning and the runs of a task share."""
+    if task == RECIPE:
+        found: dict[str, Any] = tomllib.loads((files("tilth.recipes") / f"{RECIPE}.toml").read_text())
+        return found | {
+            "seed": seed,
+            "train": CPU,
+            "run": {"dir": str(folder), "eval_every": 0, "eval_prompts": 256, **KEPT},
+        }
     data: dict[str, Any] = {"source": "addition", "digits": 1, "holdout": 0.3}
     if task == "sorting":
         data = {"source": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")}
-    kept = {"save_every": 10**6, "save_minutes": 0}
     return {
         "seed": seed,
         "data": data,
         "rollout": {"max_tokens": 4 if task == "addition" else SORTING.longest},
-        "train": {"threads": 1, "device": "cpu"},
-        "run": {"dir": str(folder / task), "eval_every": 0, "eval_prompts": SORTING.heldout, **kept},
+        "train": CPU,
+        "run": {"dir": str(folder), "eval_every": 0, "eval_prompts": SORTING.heldout, **KEPT},
+        "optimizer": OPTIMIZER,
     }
 
 
@@ -106,6 +120,10 @@ class Draw(Callback):
 def warm_up(task: str, folder: Path) -> None:
     """Fine-tune the model that all runs of a task begin with."""
     made = settings(task, folder, 0)
+    if task == RECIPE:
+        made["algorithm"]["steps"] = 0
+        run_recipe(from_dict(made), name=WARM)
+        return
     made |= {"flow": "sft", "model": {"hidden": 32, "layers": 1, "heads": 2, "context": 48}}
     made |= {"supervised": {"steps": WARM_STEPS[task], "batch": 64, "lr": 2e-3, "check_every": 100}}
     made |= {"optimizer": {"name": "muon"}}
@@ -118,12 +136,15 @@ def learn(case: Case, seed: int, folder: Path, sizes: Sizes) -> dict[str, Any]:
     made["rollout"] |= {"prompts": sizes.prompts, "group": sizes.group, "max_rows": sizes.prompts * sizes.group}
     made["rollout"] |= {"staleness": case.staleness} | ({"inflight": case.inflight} if case.staleness else {})
     made["rollout"] |= {"buffer": BUFFER} if case.staleness == "free" else {}
-    made |= {"model": {"path": str(folder / case.task / f"{WARM}-001")}, "supervised": {"steps": 0}}
-    made |= {"optimizer": OPTIMIZER, "policy": {"probe_every": 0}, "guard": {"restarts": 0}}
-    made["algorithm"] = {"steps": sizes.steps, "correction": CORRECTION if case.correction else ""}
+    made |= {"model": {"path": str(folder / f"{WARM}-001")}, "supervised": {"steps": 0}}
+    made |= {"policy": {"probe_every": 0}, "guard": {"restarts": 0}}
+    made["algorithm"] = made.get("algorithm", {}) | {
+        "steps": sizes.steps, "correction": CORRECTION if case.correction else ""
+    }  # fmt: skip
     name = "-".join(map(str, (*case[1:], seed)))
     draw = Draw(sizes.steps)
-    records = read_metrics(run_recipe(from_dict(made), name=name, reward=right, callbacks=[draw]).directory)
+    reward = None if case.task == RECIPE else right
+    records = read_metrics(run_recipe(from_dict(made), name=name, reward=reward, callbacks=[draw]).directory)
 
     def mean(metric: str) -> float:
         return round(statistics.fmean(record.get(metric, 0.0) for record in records), 3)
@@ -131,6 +152,7 @@ def learn(case: Case, seed: int, folder: Path, sizes: Sizes) -> dict[str, Any]:
     found = {**case._asdict(), "seed": seed, "samples": sum(record["samples"] for record in records)}
     found |= {
         "before": round(records[0]["reward/mean"], 4),
+        "reward_of_20_steps": round(statistics.fmean(record["reward/mean"] for record in records[-20:]), 4),
         "reward": round(draw.reward, 4),
         "versions_behind": mean("staleness/mean"),
     }
@@ -160,16 +182,18 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Run all cases, seed by seed."""
     parser = benchmark_parser(__doc__, "sorting in three rows of one seed, 4 steps")
-    parser.add_argument("--task", choices=WARM_STEPS)
+    parser.add_argument("--task", choices=[*WARM_STEPS, RECIPE])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", nargs="+", default=["1", "4", "free"])
     asked = parser.parse_args()
     behind = [int(one) if one.isdecimal() else one for one in (["4"] if asked.quick else asked.staleness)]
-    sizes, rows = QUICK if asked.quick else FULL, list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write(SORTING, folder)
         for task in [asked.task] if asked.task else list(WARM_STEPS)[asked.quick :]:
+            sizes = QUICK if asked.quick else OF_RECIPE if task == RECIPE else FULL
+            folder = Path(name) / task
+            folder.mkdir()
+            write(SORTING, folder)
             warm_up(task, folder)
             own = list[dict[str, Any]]()
             for seed in asked.seeds[: 1 if asked.quick else None]:
