@@ -8,6 +8,8 @@ import gzip
 import io
 import json
 import lzma
+import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -574,3 +576,10 @@ def test_every_format_has_a_writer_here():
     assert {".text", ".txt", ".md", ".csv", ".tsv"} | {
         "." + n.split(".")[1].lower() for n in WRITERS if "." in n
     } == set(FORMATS)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "q.jsonl")
+    for source in (tmp_path / "q.jsonl", "/dev/zero"):
+        with raises(DataError, f"{Path(source).name}.file"):
+            find_files(str(source))

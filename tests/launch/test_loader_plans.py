@@ -5,13 +5,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.schema import DataConfig, MixtureSource
-from tilth.core.errors import StorageError
+from tilth.core.errors import RecipeError, StorageError
 from tilth.core.random import stream
 from tilth.data.mixture import Mixture
 from tilth.launch import loader_plans
-from tilth.launch.loader_plans import AHEAD, LoaderPlans, first_plan, follow_recorded, next_plan, samples_ahead
+from tilth.launch.loader_plans import (
+    AHEAD,
+    LoaderPlans,
+    first_plan,
+    follow_recorded,
+    next_plan,
+    processes,
+    samples_ahead,
+)
 from tilth.runs.loaders import LoaderPlan, read_plans, record_plan
 
 NAMES = ("few", "more", "late")
@@ -122,3 +131,10 @@ def test_without_costs_or_data_ahead_the_plan_stays():
     assert next_plan({}, [{"few": 4}], 2, before) == before == next_plan({"few": 1.0}, [], 2, before)
     one = next_plan({"few": 1.0}, [{"few": 4, "more": 4}], 4, [])
     assert loaders_of(one) == {"few": 2, "more": 2, "late": 0}  # what is not known costs the mean
+
+
+def test_more_loaders_than_a_machine_takes_are_refused():
+    assert processes(DataConfig(loaders="auto"), 2) == 2
+    assert processes(DataConfig(loaders=16), 2) == 16
+    with raises(RecipeError, "data.loaders.cores"):
+        processes(DataConfig(loaders=17), 2)

@@ -230,6 +230,12 @@ def test_a_sequence_longer_than_all_ranks_is_refused():
     assert schedule([3, 4 * CAPACITY + 1], CAPACITY, 4, seconds, offload=limits_of())
 
 
+@pytest.mark.parametrize("cost", [np.nan, np.inf, -1.0])
+def test_a_cost_that_is_none_is_refused(cost):
+    with raises(PlanError, "costs"):
+        schedule([5, 3], 8, 2, lambda lengths: np.where(lengths == 3, cost, lengths), balance="cost")
+
+
 def test_nothing():
     for balance in ("tokens", "cost", "none"):
         for stages in (1, 2):

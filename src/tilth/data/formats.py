@@ -97,6 +97,9 @@ def find_files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
         return _folder(path)
+    if path.exists() and not path.is_file():
+        why = "is a pipe or a device, which cannot be read again from its beginning; write it to a file"
+        raise DataError(f"{source!r} {why}", key=f"{path.name}.file")
     if path.exists():
         return [path]
     found = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilth.cluster.backends.capacity import cores
+from tilth.cluster.backends.capacity import PER_CORE, cores
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import DataConfig, Recipe
-from tilth.core.errors import DataError, StorageError
+from tilth.core.errors import DataError, RecipeError, StorageError
 from tilth.core.random import Stream, stream
 from tilth.data.mixture import Mixture
 from tilth.data.prompts import PromptSet
@@ -35,8 +35,13 @@ AHEAD = 50
 
 
 def processes(data: DataConfig, cores: int) -> int:
-    """Return the number of loader processes on a machine with this many cores."""
-    return cores if data.loaders == "auto" else data.loaders
+    """Return the number of loader processes on a machine with this many cores. Raises RecipeError if they are too many
+    for it."""
+    found = cores if data.loaders == "auto" else data.loaders
+    if found > (most := PER_CORE * cores):
+        why = f"data.loaders = {found}: this machine has {cores} CPU cores, enough for at most {most} loaders"
+        raise RecipeError(f"{why}; use data.loaders=auto, which is {cores} here", key="data.loaders.cores")
+    return found
 
 
 def source_loaders(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, tools: Tools) -> SourceLoaders | None:

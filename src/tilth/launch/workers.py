@@ -1,6 +1,5 @@
 """Factories of roles, called in the workers with a context and the recipe."""
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import psutil
 import torch
 
+from tilth.cluster.backends.capacity import core_share, cores
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.worker.context import Context
 from tilth.config.roles import ROLES, SHIPPED_ROLES, resolve
@@ -333,10 +333,8 @@ def prepare(context: Context, recipe: Recipe) -> torch.device:
 
 
 def threads(recipe: Recipe, workers: int) -> int:
-    """Return the CPU threads of one worker: ``train.threads``, or an equal share of the physical cores."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    wanted = recipe.train.threads or max(1, cores // workers)
-    return min(wanted, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else wanted
+    """Return the CPU threads of one worker: ``train.threads``, or an equal share of the cores."""
+    return min(recipe.train.threads or core_share(workers), cores())
 
 
 def shard_model(

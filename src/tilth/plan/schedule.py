@@ -121,10 +121,14 @@ def schedule(
     compute; it limits their number. Without pipelines the loads of two ranks differ by at most the tolerance and the
     largest unit.
 
-    Raises PlanError for a sequence longer than all ranks hold.
+    Raises PlanError for a sequence longer than all ranks hold, and for a cost that is no number, infinite or negative.
     """
     sizes = np.asarray(lengths, np.int64)
     weights = sizes.astype(np.float64) if balance == "tokens" else np.asarray(costs(sizes), np.float64)
+    if not (weights >= 0).all() or np.isinf(weights).any():
+        worst = int(np.argmin(np.isfinite(weights) & (weights >= 0)))
+        message = f"a sequence of {sizes[worst]} tokens costs {weights[worst]}; costs are finite and not negative"
+        raise PlanError(message, key="costs")
     batch = _Batch(sizes, weights, ranks_held(sizes, capacity, ranks, offload), capacity, ranks, offload, ring)
     return _naive(batch) if balance == "none" else _balanced(batch, tolerance, stages)
 

@@ -90,3 +90,5 @@ def test_cores_are_bounded_by_affinity_and_by_what_a_cgroup_grants(monkeypatch, 
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(capacity, "core_limit", lambda: granted)
     assert capacity.cores() == count
+    monkeypatch.setattr(capacity.psutil, "cpu_count", lambda logical: 32)
+    assert capacity.core_share(1) == count and capacity.core_share(64) == 1

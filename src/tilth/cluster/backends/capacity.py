@@ -4,6 +4,8 @@ import errno
 import math
 import os
 
+import psutil
+
 from tilth.core.errors import RecipeError
 from tilth.core.memory import core_limit, host_memory
 
@@ -24,6 +26,11 @@ def cores() -> int:
     """Number of CPU cores that this process may use: of its affinity, and of the time that its cgroup grants."""
     able = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(able, core_limit())))
+
+
+def core_share(workers: int) -> int:
+    """Number of CPU threads of each of so many workers here: physical cores, of those that this process may use."""
+    return max(1, min(psutil.cpu_count(logical=False) or cores(), cores()) // workers)
 
 
 def most_workers() -> int:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from tilth.cluster.backends.capacity import core_share
 from tilth.cluster.protocol import transfer
 from tilth.cluster.worker.context import Context
 from tilth.config.axes import MODEL
@@ -228,7 +228,7 @@ def train_worker(context: Context, source: str) -> TrainWorker:
     """Construct the role "train" of a training service; it shares the base with the role "serve" of its process."""
     served, device = context.roles.get("serve"), torch.device("cpu")
     if context.workers > 1:
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // context.workers))
+        torch.set_num_threads(core_share(context.workers))
         device = pick_device("auto", context.local_rank)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
