@@ -7,7 +7,7 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch import life
-from tilth.launch.build import all_lengths
+from tilth.launch.build import _short, all_lengths
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,13 @@ def test_lengths_of_samples_are_those_of_the_tools_that_their_template_lists(tmp
         template = make_template("chatml", tokenizer, tools)
         found.append(all_lengths(recipe, prompts, template, tokenizer, tools)[0])
     assert found[0] == found[2] < found[1]
+
+
+def test_a_batch_of_more_than_there_are_examples_and_a_warm_up_longer_than_the_run_are_told(tmp_path):
+    few = {"data": {"digits": 1, "holdout": 0.2}, "optimizer": {"warmup_steps": 4}}
+    long = tiny.recipe(tmp_path, **few, supervised={"steps": 4, "batch": 80})
+    short = tiny.recipe(tmp_path, **few, supervised={"steps": 3, "batch": 81})
+    assert not list(_short(long, 80))
+    batch, warm = _short(short, 80)
+    assert batch.startswith("supervised.batch = 81 and 80 examples") and "75%" in warm
+    assert not list(_short(short.replaced("supervised", steps=0, epochs=0.0), 80))

@@ -430,7 +430,20 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
     order: Split = train
     if recipe.data.mixture:
         order = mixed(recipe, train.parts, prompt_lengths(recipe, train, template, tokenizer, tools))
-    return TrainingData(order, heldout, longest, {"prompts": prompts, "tools": tools}, [*prompts.left_out()])
+    notes = [*prompts.left_out(), *_short(recipe, len(train))]
+    return TrainingData(order, heldout, longest, {"prompts": prompts, "tools": tools}, notes)
+
+
+def _short(recipe: Recipe, examples: int) -> Iterator[str]:
+    """Say where few examples make another run than the keys say."""
+    w, warm = recipe.supervised, recipe.optimizer.warmup_steps
+    steps = supervised_steps(w, examples)
+    if steps and w.batch > examples:
+        each = f"each step learns from every one {w.batch / examples:.1f} times; supervised.batch={examples} does once"
+        yield f"supervised.batch = {w.batch} and {examples} examples: {each}"
+    if 0 < steps < warm:
+        why = f"the rate ends at {steps / warm:.0%} of its peak; set optimizer.warmup_steps=0"
+        yield f"optimizer.warmup_steps = {warm} and supervised.steps = {steps}: {why}"
 
 
 def prompt_lengths(

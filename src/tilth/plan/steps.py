@@ -63,7 +63,8 @@ class RunPlan:
             f"{self.heldout_prompts:,} held out"
         ]
         if self.supervised_steps:
-            lines.append(f"supervised: at most {self.supervised_steps:,} steps, {self.supervised_examples:,} examples")
+            steps = f"{self.supervised_steps:,} step{'s' if self.supervised_steps > 1 else ''}"
+            lines.append(f"supervised: at most {steps}, {self.supervised_examples:,} examples")
         if self.value_steps:
             lines.append(f"value pre-training: {self.value_steps:,} steps of the critic alone")
         if self.steps:
