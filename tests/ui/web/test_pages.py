@@ -367,12 +367,23 @@ def test_a_sweep_is_a_tag_of_its_runs_and_compares_them_by_settings_the_best_fir
         assert f'name="page" value="{number}"' in text
 
 
-def test_seeds_of_a_setting_are_on_one_page_of_a_sweep(monkeypatch):
+def test_seeds_of_a_setting_are_on_one_page_of_a_sweep_whatever_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.compare.OF_SWEEP", 3)
-    names = [f"s-{value}-seed{seed}" for seed in (0, 1, 10) for value in ("lr1", "lr1.5")] + ["s-lr2-seed0"]
-    pages = pages_of("s", names)
-    assert pages == [[f"s-{value}-seed{seed}" for seed in (0, 1, 10)] for value in ("lr1", "lr1.5")] + [["s-lr2-seed0"]]
-    assert [len(page) for page in pages_of("s", [f"s-seed{seed}" for seed in range(7)])] == [3, 3, 1]
+    runs = {f"s-{rate}-seed{seed}": (rate, seed) for seed in (0, 1, 10) for rate in (1, 1.5)}
+    runs["s-2-seed0"], runs["s-learning_rate_of_an_earlier_version"] = (2, 0), runs.pop("s-1.5-seed10")
+    for name, (rate, seed) in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").write_text(f"seed = {seed}\n[optimizer]\nlr = {rate}\n")
+        (tmp_path / name / "run.json").write_text(json.dumps({"state": "finished", "digest": "", "sweep": "s"}))
+    root = RunsFolder(tmp_path)
+    followed = [*map(root.get, root.of_sweep("s"))]
+    first, second = ([f"s-{rate}-seed{seed}" for seed in (0, 1, 10)] for rate in (1, 1.5))
+    pages = [first, [*second[:2], "s-learning_rate_of_an_earlier_version"], ["s-2-seed0"]]
+    assert pages_of("s", followed) == pages
+    (tmp_path / "s-2-seed0" / "recipe.toml").write_text("seed =")  # the page with it reports it
+    assert pages_of("s", followed) == pages
+    monkeypatch.setattr("tilth.ui.web.compare.OF_SWEEP", 2)
+    assert [len(page) for page in pages_of("s", followed)] == [2, 1, 2, 2]
 
 
 PLAIN, DRAWN = {"source": "a.jsonl"}, {"source": "b.jsonl", "transform": "shuffled"}

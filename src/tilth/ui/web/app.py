@@ -273,7 +273,7 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
         run: Names = [], sweep: Text = "", q: Text = "", x: Axis = "step", smooth: Whole = 0, prompt: Text = "",  # noqa: B006
         page: Whole = 0,
     ) -> Response:  # fmt: skip
-        pages = pages_of(sweep, runs.of_sweep(sweep)) if sweep else [[*dict.fromkeys(run)]]
+        pages = pages_of(sweep, [*map(runs.get, runs.of_sweep(sweep))]) if sweep else [[*dict.fromkeys(run)]]
         page = min(page, len(pages) - 1)
         found = compare_page([runs.get(name) for name in pages[page]], q, x, smooth, prompt, sweep)
         kept = [("sweep", sweep), ("page", page)] if sweep else [("run", name) for name in pages[page]]

@@ -2,17 +2,15 @@
 
 import json
 import math
-import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.runs.files import flattened
 from tilth.ui import format
 from tilth.ui.charts import Chart, Line
 from tilth.ui.listing import METRICS, measured
@@ -39,24 +37,32 @@ TOKENS = 300
 Row = dict[str, Any]
 
 
-def pages_of(sweep: str, names: Sequence[str]) -> list[list[str]]:
-    """Return the runs of a sweep by page, the seeds of a setting beside each other and, unless they are more than
-    ``OF_SWEEP``, on one page. DataError: they are fewer than 2."""
-    if len(names) < 2:
-        raise DataError(f"compare 2 runs or more, sweep {sweep!r} has {len(names)}", key="run")
-    found = list[list[str]]()
-    for _, group in groupby(sorted(names, key=_by_setting), key=lambda name: _by_setting(name)[0]):
-        some = [*group]
-        for seeds in (some[at : at + OF_SWEEP] for at in range(0, len(some), OF_SWEEP)):
+def pages_of(sweep: str, runs: Sequence[FollowedRun]) -> list[list[str]]:
+    """Return the names of the runs of a sweep by page, the seeds of a setting beside each other and, unless they are
+    more than ``OF_SWEEP``, on one page. DataError: they are fewer than 2."""
+    if len(runs) < 2:
+        raise DataError(f"compare 2 runs or more, sweep {sweep!r} has {len(runs)}", key="run")
+    if len(runs) <= OF_SWEEP:
+        return [[run.path.name for run in runs]]
+    groups, found = defaultdict[str, list[tuple[int, str]]](list), list[list[str]]()
+    keys = [_readable(run) for run in runs]
+    for run, one, same in zip(runs, keys, _but_for_seeds(keys)):  # a run may have the name of an earlier version
+        groups[_dumped(same)].append((one.get("seed", 0), run.path.name))
+    for some in groups.values():
+        names = [name for _, name in sorted(some)]
+        for seeds in (names[at : at + OF_SWEEP] for at in range(0, len(names), OF_SWEEP)):
             if not found or len(found[-1]) + len(seeds) > OF_SWEEP:
                 found.append([])
             found[-1] += seeds
     return found
 
 
-def _by_setting(name: str) -> tuple[str, int]:
-    setting, _, seed = name.rpartition("-seed")
-    return (setting, int(seed)) if seed.isdecimal() else (name, 0)
+def _readable(run: FollowedRun) -> Mapping[str, Any]:
+    """Return ``settings_of`` a run; of one that cannot be read, which its page reports, settings of its own."""
+    try:
+        return settings_of(run)
+    except DataError:
+        return {"unreadable": run.path.name}
 
 
 def compare_page(runs: Sequence[FollowedRun], words: str, axis: str, smooth: int, prompt: str, sweep: str = "") -> Row:
@@ -83,15 +89,11 @@ def compare_page(runs: Sequence[FollowedRun], words: str, axis: str, smooth: int
 def settings_of(run: FollowedRun) -> dict[str, Any]:
     """Return the recipe by dotted keys, versions of packages, fingerprints of inputs, machine. DataError: not a run."""
     state = run.state()
-    try:
-        recipe = tomllib.loads((run.path / "recipe.toml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"{run.path.name}/recipe.toml cannot be read: {error}", key="recipe.toml") from error
     environment = state.get("environment") or {}
     about = {f"version of {name}": v for name, v in (environment.get("packages") or {}).items()}
     about |= {name: environment.get(name) for name in MACHINE} | {"host": state.get("host")}
     about |= {f"input {name}": v for name, v in (state.get("inputs") or {}).items()}
-    return flattened(recipe) | about
+    return run.recipe() | about
 
 
 def differing(keys: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from sse_starlette import ServerSentEvent
 
 from tilth.core.errors import DataError, TilthError, parsing
 from tilth.data.cache import FileState, file_state
+from tilth.runs.files import flattened
 from tilth.runs.readers import present, stored_state, summarise
 from tilth.ui.top import KeptFiles, Look, RunWatcher
 from tilth.ui.web.metric_table import RECENT, MetricTable, Record
@@ -82,6 +84,10 @@ class FollowedRun:
         """Return ``read_state``. DataError: not a run."""
         return present(self.path, self._kept.of("run.json", stored_state))
 
+    def recipe(self) -> Record:
+        """Return its recipe by dotted keys. DataError: it cannot be read."""
+        return self._kept.of("recipe.toml", _recipe)
+
     def look(self) -> Look:
         """Return its state now. DataError: not a run."""
         with self.lock:
@@ -116,6 +122,13 @@ class FollowedRun:
 def written(run: Path) -> tuple[FileState, ...]:
     """Return the states of ``WRITTEN``, in that order."""
     return tuple(file_state(f"{run}/{name}") for name in WRITTEN)
+
+
+def _recipe(run: Path) -> Record:
+    try:
+        return flattened(tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"{run.name}/recipe.toml cannot be read: {error}", key="recipe.toml") from error
 
 
 class RunsFolder:
