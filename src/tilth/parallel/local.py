@@ -43,6 +43,7 @@ class Averaging(GradientReducer):
         """Steps of all ranks so far, those left out included."""
         self._ranks = 1
         self._group: Group | None = None
+        self._restores = False
         self._own, self._kept = dict[str, Tensor](), dict[str, Tensor]()
         self._held: Mapping[str, Layout] = {}
         self._rows: Mapping[str, Layout] = {}
@@ -60,9 +61,22 @@ class Averaging(GradientReducer):
         self._held, self._rows = given, {name: by_rank(layout) for name, layout in given.items()}
 
     @property
+    def alone(self) -> bool:
+        """True for one rank, whose model is that of all; not while it reads those of several."""
+        return self._group is None and not self._restores
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        self._restores = True
+        try:
+            yield
+        finally:
+            self._restores = False
+
+    @property
     def synced(self) -> bool:
         """True between a sync of the models and the next step."""
-        return self.step % self.every == 0
+        return self.alone or self.step % self.every == 0
 
     def equal(self, name: str) -> bool:
         return self.synced or name not in self._held
@@ -83,7 +97,7 @@ class Averaging(GradientReducer):
     @torch.no_grad()
     def settle(self, learned: bool) -> None:
         self.step += 1
-        if self.synced:
+        if self.synced and not self.alone:
             self.sync()
 
     def sync(self) -> None:
@@ -150,23 +164,25 @@ class ErrorReset(Averaging):
         self._large = {name for name in large if kinds[name] in ("matrix", "embedding")}
         self._places = {name: i for i, name in enumerate(given if self.changes == 0 else sorted(self._large))}
         """Tensors that ranks do not have alike, those of other stages included: their order in the draw of blocks."""
-        self._shared = {name: own[name].detach().clone() for name in self._places if name in own}
+        if not self.alone:
+            self._shared = {name: own[name].detach().clone() for name in self._places if name in own}
 
     def equal(self, name: str) -> bool:
-        return name not in self._places
+        return self.alone or name not in self._places
 
     def state(self) -> Mapping[str, Tensor]:
         return {**super().state(), **{SHARED + name: z for name, z in self._shared.items()}}
 
     def layouts(self) -> Mapping[str, Layout]:
-        return {**super().layouts(), **{SHARED + name: self._held[name] for name in self._places}}
+        shared = {} if self.alone else {SHARED + name: self._held[name] for name in self._places}
+        return {**super().layouts(), **shared}
 
     def blocks(self, way: str, parts: int) -> dict[str, slice]:
         """Return the elements of each tensor of this rank that all ranks average now."""
         drawn = stream(self.seed, way, self.step).integers(0, len(self._places), max(1, parts)).tolist()
         found = dict[str, slice]()
-        for name, z in self._shared.items():
-            of, count = parts if name in self._large else min(parts, 1), z.numel() if parts else 0
+        for name in (name for name in self._places if name in self._own):
+            of, count = parts if name in self._large else min(parts, 1), self._own[name].numel() if parts else 0
             at = drawn[self._places[name]] % max(1, of)
             found[name] = slice(count * at // max(1, of), count * (at + 1) // max(1, of))
         return found
@@ -234,7 +250,7 @@ class LocalAdaAlter(Averaging):
 
     @property
     def synced(self) -> bool:
-        return self._done % self.every == 0
+        return self.alone or self._done % self.every == 0
 
     def begin(self, step: int) -> None:
         super().begin(step)

@@ -135,6 +135,10 @@ class GradientReducer:
     def follow(self, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Tensor]) -> None:
         """Give it the optimizers of this rank and their state, by kind and parameter: "exp_avg.NAME"."""
 
+    def restoring(self) -> AbstractContextManager[None]:
+        """Name, in the block, all state that a checkpoint of other ranks may have."""
+        return nullcontext()
+
     def restart(self) -> None:
         """Begin a phase with a state of zeros; a collective call."""
         for tensor in self.state().values():

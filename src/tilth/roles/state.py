@@ -283,7 +283,9 @@ class Learner(Stateful):
             checkpoint.restore(model, held.tensors, held.layouts, self.grid.rank)
         self._restore_rows(checkpoint, optimizer, self.groups()[optimizer])
         self._reducer.begin(step)  # step and optimizer decide what ranks have alike
-        if not self._restore_rows(checkpoint, self._reducing, self._left_out()):
+        with self._reducer.restoring():
+            alike = self._restore_rows(checkpoint, self._reducing, self._left_out())
+        if not alike:
             self._reducer.restart()
 
     def _base_sums(self) -> dict[str, int]:
