@@ -187,6 +187,13 @@ def test_a_mixture_is_shown_as_the_run_draws_it(tmp_path, flow):
     assert "75.0% of the first step" in text and f"the run draws {drawn[1]:,}" in text
 
 
+def test_neighbouring_draws_of_one_prompt_are_samples_of_their_own(tmp_path):
+    recipe, short = mixture(tmp_path, "dpo"), tmp_path / "short.jsonl"
+    short.write_text(short.read_text().splitlines()[0])  # 18 draws of one prompt
+    view = look(recipe, 0)
+    assert view.packing.rows == 16 and not view.problems
+
+
 def look_fill(folder, flow):
     """Room that is filled where no step draws more of the long ones than their share."""
     found = look(mixture(folder, flow), 0).packing

@@ -4,15 +4,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
+from itertools import islice
 
 import numpy as np
 
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, TilthError
 from tilth.core.random import stream
-from tilth.data.examples import Encoded, encode_pairs
+from tilth.data.examples import Encoded, encode_pairs, pairs_of
 from tilth.data.mixture import Mixture, MixtureRow
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import Prompt, PromptSet, with_holdout
@@ -278,24 +277,29 @@ def _compared(
     shape: Shape,
 ) -> None:
     """Add the findings on both answers of each pair. first: as of ``_learnt``."""
-    found, samples = list[Encoded](), list[list[int]]()
+    found, order = list[Encoded](), list[int]()
     for start in range(0, len(indices), CHUNK):
+        chunk = indices[start : start + CHUNK]
         try:
-            found += encode_pairs(prompts, indices[start : start + CHUNK], template, sys.maxsize)
+            found += encode_pairs(prompts, chunk, template, sys.maxsize)
+            order += chunk
         except DataError as error:
             view.problems.append(str(error))
     if not found:
         return
-    drawn = encode_pairs(prompts, first, template, sys.maxsize) if len(first) and not view.problems else found
-    for _, own in groupby(drawn, attrgetter("prompt")):
-        samples.append([len(side.tokens) for one in own for side in (one.chosen, one.rejected)])
+    drawn, known = found, bool(len(first)) and not view.problems
+    if known:
+        drawn, order = encode_pairs(prompts, first, template, sys.maxsize), first.tolist()
+    rest = iter(drawn)
+    each = (islice(rest, len(pairs_of(prompts, i))) for i in order)  # neighbours may be draws of one prompt
+    samples = [[len(side.tokens) for one in own for side in (one.chosen, one.rejected)] for own in each]
     sides = [e for one in found for e in (one.chosen, one.rejected)]
     whole, learnt = np.array([(len(e.tokens), int(e.mask.sum())) for e in sides]).T
     chosen, rejected = Lengths.of(learnt[::2]), Lengths.of(learnt[1::2])
     view.lengths |= {"chosen": chosen, "rejected": rejected, "example": Lengths.of(whole)}
     view.longer["example"] = int((whole > recipe.model.context).sum())
     view.loss_share = float(learnt.sum() / whole.sum())
-    _pack(recipe, view, _steps(recipe, samples, shuffled=drawn is found), shape)
+    _pack(recipe, view, _steps(recipe, samples, shuffled=not known), shape)
     view.notes.append(f"{len(found):,} pairs of {len(indices):,} prompts; of each pair the chosen answer comes first")
 
 
