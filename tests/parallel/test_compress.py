@@ -118,11 +118,11 @@ def test_signs_of_zeros_and_of_the_last_bits():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 40), st.data())
-def test_pack_and_unpack_any_number_of_values(bits, count, data):
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 40), st.integers(0, 8), st.data())
+def test_pack_and_unpack_any_number_of_values_at_any_offset(bits, count, offset, data):
     drawn = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count))
     given_ = torch.tensor(drawn, dtype=torch.int64)
-    packed = pack(given_.to(torch.uint8), bits)
+    packed = pack(torch.nn.functional.pad(given_.to(torch.uint8), (offset, 0))[offset:], bits)
     assert packed.dtype == torch.uint8 and len(packed) == -(-count * bits // 8)
     rows = torch.nn.functional.pad(given_, (0, -count % (8 // bits))).view(-1, 8 // bits)
     assert packed.tolist() == (rows << torch.arange(0, 8, bits)).sum(1).tolist()

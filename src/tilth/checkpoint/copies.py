@@ -149,5 +149,5 @@ def _word_sum(tensor: Tensor) -> Tensor:
     """Return the sum of the 64-bit words of a tensor modulo 2**64, int64 []: any one word that changes changes it. It
     reads each byte once, where a device has no xxh3; words that change places do not change it."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = len(data) // 8 * 8
+    data, whole = data.clone() if data.storage_offset() % 8 else data, len(data) // 8 * 8
     return data[:whole].view(torch.int64).sum() + data[whole:].sum()

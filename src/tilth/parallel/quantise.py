@@ -31,7 +31,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
     [ceil(n bits / 8)]. bits: 1, 2, 4 or 8."""
     if bits == 8:
         return values
-    words = _padded(values, 8 // bits).contiguous().view(_WORDS[bits])
+    padded, kind = _padded(values, 8 // bits).contiguous(), _WORDS[bits]
+    words = (padded.clone() if padded.storage_offset() % kind.itemsize else padded).view(kind)
     for shift, _ in _shifts(bits):
         words = words | words >> shift
     return words.to(torch.uint8)  # the lowest byte
