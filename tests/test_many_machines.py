@@ -56,7 +56,7 @@ def test_ssh_starts_a_head_and_its_nodes_runs_the_recipe_there_and_stops_all(tmp
     assert all(line.endswith("ray stop --force") for line in asked[4:])
 
 
-def test_the_recipe_fits_gpus_of_80_gb_by_prediction(tmp_path):
+def test_the_recipe_fits_gpus_of_80_gb_by_prediction_as_its_page_says(tmp_path):
     """With the shape of Qwen2.5-7B, a small tokenizer in place of its own, and prompts that fill the context."""
     shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     made = Qwen2Config(vocab_size=152_064, num_key_value_heads=4, tie_word_embeddings=False, **shape)
@@ -66,13 +66,22 @@ def test_the_recipe_fits_gpus_of_80_gb_by_prediction(tmp_path):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    record = {"question": "abc " * 1000, "answer": "#### 3"}
-    (tmp_path / "train.jsonl").write_text(f"{json.dumps(record)}\n" * 100)
-    keys = [f"model.path={tmp_path}", f"data.source={tmp_path / 'train.jsonl'}"]
-    plan = as_object(look(load_recipe(str(RECIPE), keys)))
+    plans = []
+    for words in (1000, 25):
+        record = {"question": "abc " * words, "answer": "#### 3"}
+        (tmp_path / "train.jsonl").write_text(f"{json.dumps(record)}\n" * 100)
+        keys = [f"model.path={tmp_path}", f"data.source={tmp_path / 'train.jsonl'}"]
+        plans.append(as_object(look(load_recipe(str(RECIPE), keys))))
+    plan, short = plans
     assert plan["longest"] == 4096 and 7.6e9 < plan["parameters"] < 7.7e9  # as its model card: 7.61B
     states = 12 * plan["parameters"] / 32  # fp32 parameters and two moments, divided
     assert len(plan["ranks"]) == 32 and all(states < rank["peak"] < 80e9 for rank in plan["ranks"])
+    most, least = (max(rank["peak"] for rank in one["ranks"]) / 1e9 for one in (plan, short))
+    sentence = (
+        f"predicts {most:.1f} GB a GPU with prompts that fill the context, {least:.1f} with prompts of 100 tokens"
+    )
+    assert sentence in " ".join((FOLDER.parent / "many-machines.md").read_text().split())
+    assert f"# {most:.0f} GB a GPU predicted" in RECIPE.read_text()
 
 
 SRUN = """#!/bin/bash
