@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tilth.config.code import parse
+
 SOURCE = Path(__file__).parents[1] / "src" / "tilth"
 TESTS = Path(__file__).parent
 CLASS = re.compile(r"^ *class (\w+)\(([^)]*)\):", re.MULTILINE)
@@ -58,7 +60,7 @@ def found(path):
     for file in files:
         text = file.read_text()
         if "Refusals" in text or any(kind in text for kind in kinds(SOURCE)):
-            tree = ast.parse(text)
+            tree = parse(text)
             where = file.relative_to(SOURCE).as_posix()
             made = sorted([*calls(tree), *refusals(tree)], key=lambda row: (row[0].lineno, row[0].col_offset))
             rows += [

@@ -20,6 +20,7 @@ import pytest
 
 from tests import forked
 from tests.scripts import SCRIPTS, benchmarks, script
+from tilth.config.code import parse
 
 ROOT = SCRIPTS.parent
 RIVALS = ("trl", "datasets")
@@ -162,7 +163,7 @@ CHANGING = ("setattr", "delattr", "object")
 
 def replaced(text):
     """Owners, imported from the package or reached from there, of which a script replaces an attribute."""
-    tree, names = ast.parse(text), {"self.learner"}
+    tree, names = parse(text), {"self.learner"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tilth":
             names |= {alias.asname or alias.name for alias in node.names}
@@ -182,7 +183,7 @@ def compares(text):
     """Whether a script writes a ratio of contenders: a key such as over_trl or ratio."""
     if "over_" not in text and "ratio" not in text:
         return False
-    keys = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    keys = (node.value for node in ast.walk(parse(text)) if isinstance(node, ast.Constant))
     return any(isinstance(key, str) and re.fullmatch(r"(\w+_)?over_\w+|ratios?", key) for key in keys)
 
 

@@ -14,6 +14,7 @@ import tilth
 from tests import forked
 from tilth.cli import main
 from tilth.cli.main import app
+from tilth.config.code import parse
 from tilth.config.errors import TilthError
 from tilth.config.roles import resolve
 
@@ -46,7 +47,7 @@ def test_options_of_generate(option):
 
 def declarations():
     """Each class of ``cli.main`` that declares a command, and the name of its body."""
-    for node in ast.parse(inspect.getsource(main)).body:
+    for node in parse(inspect.getsource(main)).body:
         if isinstance(node, ast.ClassDef):
             (decorator,) = node.decorator_list
             yield getattr(main, node.name), decorator.args[1].value

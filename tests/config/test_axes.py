@@ -28,6 +28,7 @@ from tilth.cli.main import app
 from tilth.cluster.protocol import Transfer, deal, evenly
 from tilth.config import axes
 from tilth.config.axes import AXES, Axis
+from tilth.config.code import parse
 from tilth.core.batch import Batch, Jagged
 from tilth.core.errors import AxisError, TokenDivisionError
 from tilth.core.layout import Mesh, Shard
@@ -373,7 +374,7 @@ def test_no_code_knows_the_axes_by_place():
     assert len(files) > 200
     texts = {path: path.read_text() for path in files}
     texts = {path: text for path, text in texts.items() if ".sizes" in text or sum(f'"{a}"' in text for a in AXES) > 1}
-    assert [f"{path}:{line}" for path, text in texts.items() for line in offences(ast.parse(text))] == []
+    assert [f"{path}:{line}" for path, text in texts.items() for line in offences(parse(text))] == []
 
 
 @pytest.mark.parametrize(
@@ -387,4 +388,4 @@ def test_no_code_knows_the_axes_by_place():
     ],
 )
 def test_that_would_be_seen(wrong):
-    assert list(offences(ast.parse(wrong))) == [1]
+    assert list(offences(parse(wrong))) == [1]

@@ -1,11 +1,13 @@
 """Imports without garbage collections, collections as before afterwards, and none at the end of a process."""
 
+import ast
 import gc
 import subprocess
 import sys
 
 import pytest
 
+from tilth.config.code import parse
 from tilth.config.imports import uncollected
 from tilth.config.roles import resolve
 
@@ -30,6 +32,23 @@ def test_a_module_that_is_named_is_imported_without_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "looks_at_gc", raising=False)
     assert gc.isenabled() and not resolve("looks_at_gc:found")()
+
+
+class Parses:
+    """Garbage that parses at another depth when it is collected, as a traceback does that is formatted then."""
+
+    def __init__(self):
+        self.knot = self
+
+    def __del__(self, depth=9):
+        self.__del__(depth - 1) if depth else ast.parse("x = 1")
+
+
+def test_a_parse_is_not_disturbed_by_those_of_finalizers():
+    garbage = [Parses() for _ in range(3)]
+    del garbage
+    assert len(parse("x = f(y, z[1])\n" * 1000).body) == 1000 and gc.isenabled()
+    gc.collect()
 
 
 ENDS = """

@@ -16,6 +16,7 @@ import tilth.flows as flows
 from tests.errors import raises
 from tests.examples import examples
 from tests.flows import tiny
+from tilth.config.code import parse
 from tilth.config.schema import DataConfig
 from tilth.core.batch import Batch
 from tilth.data.prompts import PromptSet, load_source
@@ -38,7 +39,7 @@ def test_no_module_of_flows_needs_one_that_needs_it():
     """Not for its types either: ``if TYPE_CHECKING`` hides a circle, it does not open it."""
     needs = {}
     for file in Path(flows.__file__).parent.glob("*.py"):
-        found = [n.module or "" for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)]
+        found = [n.module or "" for n in ast.walk(parse(file.read_text())) if isinstance(n, ast.ImportFrom)]
         needs[f"tilth.flows.{file.stem}"] = [module for module in found if module.startswith("tilth.flows.")]
     assert len(needs) > 15 and "tilth.flows.heldout" in needs["tilth.flows.run"]
     TopologicalSorter(needs).prepare()  # CycleError names the circle

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import tilth
 from tests.parallel.layouts import Case, train
 from tilth.analysis.read import read_events
+from tilth.config.code import parse
 from tilth.core.layout import Mesh
 from tilth.parallel import checksums, comm, fsdp
 from tilth.parallel.dims import ParallelDims
@@ -329,7 +330,7 @@ COLLECTIVES |= {"send", "recv", "isend", "irecv", "batch_isend_irecv", "monitore
 
 def direct(source: str) -> list[str]:
     """Collectives that a file takes from torch.distributed itself."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parse(source)))
     called = [n.attr for n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "dist"]
     taken = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("torch.distributed")]
     return [name for name in called + [a.name for n in taken for a in n.names] if name in COLLECTIVES]

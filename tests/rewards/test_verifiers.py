@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tilth.config.code import parse
 from tilth.core.errors import RewardError
 from tilth.rewards import verifiers
 from tilth.rewards.verifiers import Gsm8k, builtin
@@ -282,6 +283,6 @@ def test_no_torch_no_numpy_and_no_eval():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
     files = [Path(verifiers.__file__), *(Path(verifiers.__file__).parents[1] / "tasks").glob("*.py")]
-    tree = ast.Module([ast.parse(file.read_text()) for file in files], [])
+    tree = ast.Module([parse(file.read_text()) for file in files], [])
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert not called & {"eval", "exec", "compile", "__import__"}

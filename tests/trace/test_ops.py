@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 import tilth
+from tilth.config.code import parse
 from tilth.plan.pipeline import Direction
 from tilth.trace.ops import OPS, PHASES, kind
 
@@ -32,7 +33,7 @@ def spans(source: str) -> list[str]:
     called = {"span", "traced", "communication", "on_rows", "_traced", "Collective"}
     if not any(f"{name}(" in source for name in called):
         return []
-    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and n.args]
+    calls = [n for n in ast.walk(parse(source)) if isinstance(n, ast.Call) and n.args]
     names = [(getattr(c.func, "id", getattr(c.func, "attr", "")), c) for c in calls]
     return [name for called_as, call in names if called_as in called for name in named(call.args[0])]
 

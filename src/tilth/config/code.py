@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tilth.config.imports import uncollected
+
 
 def describe(error: BaseException, file: str = "") -> str:
     """Describe an exception in one line of at most 300 characters, with the place that raised it.
@@ -63,11 +65,22 @@ def place(code: Any) -> tuple[str, int]:
         return "?", 0
 
 
+def parse(text: str | bytes) -> ast.Module:
+    """Return ``ast.parse``, in the midst of which no other code of Python runs.
+
+    CPython before 3.11.8 and 3.12.2 has one depth for all parses of a process (gh-106905). In a garbage collection
+    finalizers run and threads take turns, and tracebacks that they format are parsed: the outer parse raises
+    SystemError then.
+    """
+    with uncollected():
+        return ast.parse(text)
+
+
 @functools.lru_cache(128)
 def imported_by(source: bytes, package: str) -> tuple[str, ...]:
     """Return full names of modules that a source may import; for ``from a import b`` both a and a.b."""
     try:
-        todo: list[ast.AST] = [ast.parse(source)]
+        todo: list[ast.AST] = [parse(source)]
     except (SyntaxError, ValueError):  # importing it raises
         return ()
     names: list[str] = []

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Put off Python's garbage collections during a block of imports.
+    """Put off Python's garbage collections during a block, of imports mostly.
 
     Modules make some hundred thousand objects that all stay. While they are made, collections look at them again and
     again: a fifth of the time that importing torch and the roles takes.

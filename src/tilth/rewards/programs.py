@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tilth.config.code import parse
 from tilth.core.errors import RewardError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class UnitTests:
         if not isinstance(info.get("tests"), str):
             return "the record has no column tests with Python source"
         try:
-            tests = ast.parse(info["tests"])
+            tests = parse(info["tests"])
             compile(tests, "tests.py", "exec")
         except (SyntaxError, ValueError) as error:
             return f"the tests do not compile: {error}"
