@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilth.config.load import load_recipe
-from tilth.core.layout import Layout, Mesh
+from tilth.core.layout import Layout, Mesh, Shard
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.plan.experts import dispatch_mode
-from tilth.plan.layout import copied_along, cut, layouts, place
+from tilth.plan.layout import copied_along, cut, layouts, place, update_layouts
 from tilth.plan.memory import policy_need
 from tilth.plan.pipeline import chunks_of
 from tilth.plan.rules import rule_of
@@ -55,6 +55,8 @@ class Step:
     """Of each micro-batch of several ranks: its tokens, its ranks, and the place of this one among them."""
     computed: int = -1
     """Tokens that this rank computes where units of other ranks have rows of it, and it has parts of theirs."""
+    matrices: bool = False
+    """The optimizer changes each matrix of a block from the whole of it, as Muon."""
 
     @property
     def tokens(self) -> float:
@@ -89,7 +91,7 @@ class Step:
 def formula(step: Step) -> dict[str, float]:
     """Bytes that the rank sends, by axes."""
     found = defaultdict[str, float](float)
-    for part in (parameters, gradients, tensor, stages, context, experts):
+    for part in (parameters, gradients, momenta, tensor, stages, context, experts):
         for axes, sent in part(step):
             found[axes] += sent
     return {axes: sent for axes, sent in found.items() if sent}
@@ -116,6 +118,18 @@ def gradients(step: Step) -> Sent:
         yield label(step.mesh, axes), 2 * (n - 1) / n * size
         if layout.mesh.size("pp") > 1:
             yield "pp", size / (n if step.modes.get("zero") == 1 else 1)
+
+
+def momenta(step: Step) -> Sent:
+    """Muon: every rank gathers what ranks of its stage divide of each matrix, but not of stacks that are divided by
+    experts alone. zero = 1: those of its own matrices, from ranks with the same data."""
+    table, mesh, held, axes = step.config.table, step.mesh, step.held, step.mesh.over("parameters", "experts")
+    names = [name for name in held if step.matrices and rule_of(table, name).kind == "matrix"]
+    if step.modes.get("zero") == 1:
+        held, axes = update_layouts(held, table, names), tuple(a for a in axes if a not in mesh.shards)
+    for layout in (held[name] for name in names if held[name].mesh.has(step.rank)):
+        alone = len(layout.shape) > 2 and all(p.dim == 0 for p in layout.placements if isinstance(p, Shard))
+        yield label(mesh, axes), (not alone) * (mesh.size(*axes) - 1) * most_of(layout) * step.element
 
 
 def tensor(step: Step) -> Sent:

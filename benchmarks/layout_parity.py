@@ -125,7 +125,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "moe muon pp2xep2": {"muon": True, "experts": True, "pp": 2, "ep": 2},
 }
 """Row -> its layout, as in a recipe; experts: of a model with experts in all layers but the first; muon: trained with
-Muon, whose gathered momentum no formula of bytes knows, the others with AdamW."""
+Muon, the others with AdamW."""
 KINDS = ("experts", "muon")
 QUICK = (
     "fsdp2xtp2",
@@ -271,7 +271,7 @@ def run(task: Task, grid: ParallelDims) -> Found:
     )
     step = Step(
         grid.mesh, grid.rank, task.config, 8 if task.double else 4, task.modes, rounds.count // len(sharded.parts),
-        own.lengths, results[-1].padded, chosen, units, results[-1].computed if plan else -1,
+        own.lengths, results[-1].padded, chosen, units, results[-1].computed if plan else -1, task.muon,
     )  # fmt: skip
     elements, padded = sum(p.numel() for p in sharded.parameters.values()), sum(r.padded for r in results)
     needed = predicted(step, task.layout, BATCHES[task.size]) / 2**20
@@ -435,7 +435,7 @@ def failures(found: dict[str, Any]) -> list[str]:
     sent = found["bytes_by_axes"]
     moved = {axis for axes, both in sent.items() if both["bytes"] for axis in axes.split("+")}
     missed += [f"{axis} moved no byte" for axis in found["axes"] if axis not in moved]
-    for axes, both in sent.items() if found["optimizer"] == "adamw" else ():
+    for axes, both in sent.items():
         if both["formula"] and abs(both["bytes"] / both["formula"] - 1) > CLOSE:
             missed.append(f"{axes} moved {both['bytes'] / both['formula']:.2f} of its formula")
         elif not both["formula"] and both["bytes"] > CLOSE * sum(each["bytes"] for each in sent.values()):

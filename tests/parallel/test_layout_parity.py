@@ -5,8 +5,10 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from tests.scripts import SCRIPTS, script
 from tilth.config.axes import AXES
 from tilth.core.layout import Mesh
 from tilth.parallel.dims import ParallelDims
+from tilth.plan.rules import rule_of
+from tilth.plan.shape import parameter_shapes
 
 FILE = SCRIPTS / "layout_parity.py"
 GOOD = {
@@ -58,6 +62,7 @@ def with_bytes(**changes):
         ({"axes": {"fsdp": 2, "ep": 2, "tp": 2}}, "tp moved no byte"),
         ({"axes": {"dp": 2}, "bytes_by_axes": {}}, "dp moved no byte"),
         (with_bytes(ep={"bytes": 42.0}), "ep moved 0.84 of its formula"),
+        ({"optimizer": "muon", **with_bytes(ep={"bytes": 42.0})}, "ep moved 0.84 of its formula"),
         (with_bytes(ep={"bytes": 0.0}), "ep moved 0.00 of its formula"),
         (with_bytes(fsdp={"bytes": 40.0}), "fsdp moved 40 bytes of which no formula says"),
     ],
@@ -80,6 +85,21 @@ def test_every_axis_and_kind_of_product_has_a_row():
     assert {frozenset([axis]) for axis in AXES} | {frozenset(two) for two in combinations(AXES, 2)} - apart <= used
     assert any(len(row) == 3 for row in used) and set().union(*(rows[name] for name in quick)) >= set(AXES)
     assert all(math.prod(row[axis] for axis in row if axis in AXES) <= 8 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "ranks"), [({"fsdp": 2, "ep": 2}, "fsdp+ep", 4), ({"dp": 2, "tp": 2, "zero": 1}, "tp", 2)]
+)
+def test_the_formula_has_the_matrices_that_muon_gathers(layout, axes, ranks):
+    """All ranks together send each matrix to the others that divide it or, with ``zero``, to its owners; no experts."""
+    formulas, task = script("layout_formulas.py"), benchmark().Task("quick", 1, experts="ep" in layout, layout=layout)
+    sent, how = [], (task.config, 4, task.modes, 1, np.array([8]), 0, {})
+    for muon in (True, False):
+        each = (formulas.formula(formulas.Step(task.mesh, rank, *how, matrices=muon)) for rank in task.mesh.ranks)
+        sent.append(sum(map(Counter, each), Counter()))
+    whole = {n: s for n, s in parameter_shapes(task.config).items() if rule_of(task.config.table, n).kind == "matrix"}
+    elements = sum(math.prod(shape) for shape in whole.values() if len(shape) == 2)
+    assert sent[0] - sent[1] == {axes: (ranks - 1) * 4 * elements}
 
 
 @pytest.mark.dist
