@@ -56,7 +56,7 @@ EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest
 
 def moments(total, every):
     """Calls before which something happens: every one, or the last ones, among which a save commits, and few others."""
-    return range(total) if every else [*range(0, total - 10, 12), *range(max(total - 10, 0), total)]
+    return range(total) if every else [*range(0, total - 10, 24), *range(max(total - 10, 0), total)]
 
 
 def holds(path, salt):

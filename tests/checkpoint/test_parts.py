@@ -320,7 +320,7 @@ def test_a_failing_disk_names_the_step_and_what_is_intact(tmp_path, monkeypatch,
 
     save_four(tmp_path / "count", 1)
     total = calls_of_a_save(monkeypatch, lambda: save_four(tmp_path / "count", 2))
-    for at in range(0, total, 7):
+    for at in range(0, total, 13):
         root = tmp_path / f"root{at}"
         before = save_step(root, 1)
         with monkeypatch.context() as patch:

@@ -477,6 +477,7 @@ def test_an_error_in_a_factory_comes_up(backend):
         cluster.group("broken", f"{HERE}:broken", {})
 
 
+@seldom_with_ray
 def test_payload_outlives_the_rank_that_made_it(backend):
     if backend[1] == 1:
         pytest.skip("the only rank")

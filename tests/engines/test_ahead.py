@@ -46,7 +46,7 @@ def played(engine, asked, ahead=()):
 @pytest.mark.parametrize(
     ("options", "longest"),
     [
-        ({}, 60),
+        pytest.param({}, 60, marks=pytest.mark.slow),
         ({"max_rows": 6}, 160),
         ({"max_rows": 8, "kv_tokens": 320}, 100),
         ({"step_tokens": 12, "max_rows": 8}, 60),

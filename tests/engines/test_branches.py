@@ -98,7 +98,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "bf16")) for n in MODELS])
 def test_parity_has_the_bits_of_plain_decoding(name, monkeypatch, moves):
     model = MODELS[name]()
     options = {"parity": True, "routing": name == "experts", "max_rows": 9, "max_length": 128}
@@ -111,7 +111,9 @@ def test_parity_has_the_bits_of_plain_decoding(name, monkeypatch, moves):
         assert all(np.array_equal(a.routing, b.routing) for a, b in zip(found, plain))
 
 
-@pytest.mark.parametrize("name", ["full", "window", "sinks", "latents"])
+@pytest.mark.parametrize(
+    "name", ["full", *(pytest.param(n, marks=pytest.mark.slow) for n in ("window", "sinks")), "latents"]
+)
 def test_the_mask_has_the_log_probs_of_plain_decoding(name, monkeypatch, moves):
     model = MODELS[name]()
     requests = make_requests(12, vocab=min(VOCAB, model.config.vocab_size), kinds=KINDS, longest=30)

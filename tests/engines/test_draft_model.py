@@ -43,7 +43,7 @@ def follows(model, text, count, drawn):
     return text[-count:] if count else []
 
 
-@pytest.mark.parametrize("grows", [0, 1, 9])
+@pytest.mark.parametrize("grows", [0, pytest.param(1, marks=pytest.mark.slow), 9])
 def test_drafts_are_what_the_model_would_say(grows):
     """Rows come and go, say some of their draft or all of it and more, and begin again."""
     rng, drafter = np.random.default_rng(grows), made(seed=1)

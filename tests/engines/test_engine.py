@@ -15,7 +15,7 @@ from tilth.engines.rounds import EngineRounds
 from tilth.models.config import DecoderConfig
 
 MODEL = make_model()
-REQUESTS = make_requests(24)
+REQUESTS = make_requests(16)
 
 
 @functools.cache

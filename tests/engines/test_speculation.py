@@ -266,8 +266,8 @@ def completions(engine, count):
 @both
 def test_completions_have_the_exact_distribution(drafts):
     engine = make_engine(make_model(FIVE), max_length=32, max_rows=64, **drafts)
-    value, degrees = chi_square(completions(engine, 4000))
-    assert engine.stats().accepted_tokens > 500
+    value, degrees = chi_square(completions(engine, 2000))
+    assert engine.stats().accepted_tokens > 250
     assert value < degrees + 4 * np.sqrt(2 * degrees)
 
 

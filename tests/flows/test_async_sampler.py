@@ -215,7 +215,7 @@ def test_a_run_that_goes_back_drops_what_was_in_flight_then(tmp_path, fallen):
     [
         ("dapo", {"algorithm": {"advantage": "grpo", "refill": 4, "steps": 3}}),
         pytest.param("remax", {"algorithm": {"advantage": "remax", "steps": 3}}, marks=pytest.mark.slow),
-        ("ppo", {"algorithm": {"advantage": "gae", "steps": 3}}),
+        pytest.param("ppo", {"algorithm": {"advantage": "gae", "steps": 3}}, marks=pytest.mark.slow),
         pytest.param("vapo", {"algorithm": {"advantage": "vapo"}, "critic": {"steps": 2}}, marks=pytest.mark.slow),
     ],
 )

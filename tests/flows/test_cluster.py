@@ -145,6 +145,7 @@ def one(tmp_path_factory):
 
 
 SELDOM = (
+    "fsdp",  # quickly in pre-training
     "hdp",
     "tp, engine over tp",
     "cp",
@@ -421,6 +422,7 @@ def replace_rollout(monkeypatch, factory, **more):
 WRONG = {"supervised": {"steps": 0}, "cluster": {**LOCAL, "timeout": 60.0}}
 
 
+@pytest.mark.slow  # quickly in tests/launch/test_survive.py
 def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, shared, monkeypatch):
     with monkeypatch.context() as once:
         replace_rollout(once, "dies")

@@ -55,6 +55,7 @@ def test_groups_are_trained_whole_and_once(tmp_path):
     assert sum(record.get("samples/carried", 0) for record in recorder.records) > 0
 
 
+@pytest.mark.slow  # quickly in test_async_sampler.py
 def test_a_run_that_falls_in_the_middle_is_the_same(tmp_path):
     made = recipe(tmp_path, algorithm={"steps": 3}, run={"save_every": 3})
     whole = tiny.run(made, name="whole")

@@ -69,6 +69,7 @@ def test_everything_of_ones_own_equals_what_it_copies_to_the_last_bit(tmp_path, 
     assert tiny.weights(mine.directory) == tiny.weights(other.directory)
 
 
+@pytest.mark.slow  # quickly with a family of one's own, below
 @pytest.mark.dist
 def test_workers_import_the_plugins_of_the_recipe(tmp_path, plugin):
     here = run(tmp_path / "a", plugins=[plugin], **OWN)

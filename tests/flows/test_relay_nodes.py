@@ -32,7 +32,7 @@ def check_sent(directory):
     assert min(shares) < 0.5
 
 
-@pytest.mark.parametrize("inflight", ["update", "finish"])
+@pytest.mark.parametrize("inflight", ["update", pytest.param("finish", marks=pytest.mark.slow)])
 def test_engines_take_whole_versions_and_what_has_changed_since(tmp_path, monkeypatch, inflight):
     monkeypatch.setattr(build, "_WORKERS", nodes.__name__)
     result = tiny.run(nodes.far(tmp_path, rollout={"inflight": inflight}))
@@ -62,6 +62,7 @@ def test_adapters_alone_reach_another_node(tmp_path, monkeypatch, inflight):
     check_same(run, tiny.run(made, name="again", replay=run.directory))
 
 
+@pytest.mark.slow  # quickly in tests/roles/test_relay.py
 def test_a_policy_on_two_nodes_sends_to_both(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_WORKERS", nodes.__name__)
     sections = {"cluster": {"pools": {"train": 2, "rollout": 2}}, "policy": {"layout": {"fsdp": 2}}}

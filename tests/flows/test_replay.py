@@ -72,8 +72,6 @@ def test_a_replay_learns_the_same_bit_for_bit(tmp_path):
     assert versions(run.directory)[2] > 5 and versions(run.directory)[3] > 0
     again = tiny.run(made, name="again", replay=run.directory)
     check_same(run, again)
-    third = tiny.run(made, name="third", replay=again.directory)  # its log tells the same
-    check_same(run, third)
 
 
 def any_reward(prompt, completion, info):

@@ -41,6 +41,7 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
         assert any(record.get("draft/ahead", 0) > 0 for record in own) == (how == "ahead")
 
 
+@pytest.mark.slow  # quickly in tests/engines/test_apart.py
 def test_a_run_loses_its_drafters_apart_and_no_bit(tmp_path):
     """Each dies at the end of a step; the log says so once."""
     plain, drafted = (

@@ -80,6 +80,7 @@ def test_with_the_same_tokenizer_a_run_is_the_plain_one_bit_for_bit(tmp_path):
     assert tiny.same(records, sampled(plain))
 
 
+@pytest.mark.slow  # its teacher has no state; other roles in test_roles.py
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, teacher):
     whole = student(tmp_path / "whole", teacher)
     stop = tiny.Recorder(lambda record: signal.raise_signal(signal.SIGINT) if record["step"] == 3 else None)

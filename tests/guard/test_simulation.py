@@ -162,7 +162,7 @@ def leaves_the_lock(monkeypatch):
         pytest.param(forgets_a_rollback, marks=pytest.mark.slow),
         pytest.param(keeps_what_was_loaded_in_part, marks=pytest.mark.slow),
         keeps_generations,
-        replaces_nobody,
+        pytest.param(replaces_nobody, marks=pytest.mark.slow),
         begins_anew,
         prefers_an_old_snapshot,
         keeps_a_changed_state,

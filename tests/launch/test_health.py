@@ -35,7 +35,7 @@ def test_a_run_tells_its_warnings_and_shows_its_workers(tmp_path, monkeypatch):
         return [Verdict("disk", (), "/data is nearly full", {"left": 1})] if len(told) == 1 else []
 
     monkeypatch.setattr(health.HealthWatch, "look", look)
-    monkeypatch.setattr(health, "EVERY", 0.05)
+    monkeypatch.setattr(health, "EVERY", 0.2)
     seen, looked = tiny.Recorder(), Look()
     short = {"supervised": {"steps": 2}, "algorithm": {"steps": 2}}
     recipe = tiny.recipe(tmp_path, cluster={"backend": "local", "workers": 2}, **short)

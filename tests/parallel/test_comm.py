@@ -130,8 +130,8 @@ def check_members(ranks: list[list[dict]]) -> None:
 
 
 LAYOUTS = [
-    Case(dp=2),
-    Case(fsdp=2, zero=2, rows=(3,)),
+    pytest.param(Case(dp=2), marks=pytest.mark.slow),
+    pytest.param(Case(fsdp=2, zero=2, rows=(3,)), marks=pytest.mark.slow),
     Case(fsdp=2, rows=(2,), checkpointing=True),
     pytest.param(Case(tp=2), marks=pytest.mark.slow),
     Case(tp=2, sp=True, tied=False),

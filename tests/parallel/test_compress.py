@@ -54,7 +54,7 @@ def passed(one, x, *path):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("heavy", [False, True])
 def test_what_is_left_out_is_within_the_bound(name, heavy):
-    one, draws = made(name), 64
+    one, draws = made(name), 32
     for count in COUNTS:
         x, delta = values(count, heavy), one.delta(count)
         assert 0 < delta <= 1
@@ -68,7 +68,7 @@ def test_what_is_left_out_is_within_the_bound(name, heavy):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("onebit", "topk")])
 def test_the_mean_of_many_draws_is_the_value(name):
-    one, draws = made(name), 400
+    one, draws = made(name), 150
     for count in (1, 7, 129):
         x = values(count)
         every = torch.stack([passed(one, x, "draw", i) for i in range(draws)]).double()

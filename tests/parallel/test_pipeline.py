@@ -169,7 +169,7 @@ OFFLOADED = (
 )
 
 
-@pytest.mark.parametrize("case", OFFLOADED, ids=str)
+@pytest.mark.parametrize("case", [*slow(OFFLOADED[:2]), OFFLOADED[2]], ids=str)
 def test_activations_of_several_micro_batches_in_flight_return_from_the_host(pool, case):
     plain, half = (pool.run(case.ranks, HERE + "moved", case=case, share=share) for share in (0.0, 0.5))
     for (kept, none), (found, moved) in zip(plain, half):
@@ -240,7 +240,7 @@ def state(rank, case, name, ema):
     return shared, copied(sharded.assemble(list(sharded.layouts)))
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [*slow([False]), True])
 def test_layers_with_norms_are_those_that_one_process_learns(pool, lora):
     """Beside adapters, the embedding, the final norm and the head are frozen."""
     case, watch = Case(pp=2, double=True, lora=lora, layers=3, tied=False), ("layer_norms",)
@@ -273,7 +273,7 @@ def forgetful(rank, case):
     return found["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("rows", [(0,), (1,), (9,), (10,)])
+@pytest.mark.parametrize("rows", [(0,), *slow([(1,), (10,)]), (9,)])
 def test_uneven_micro_batches_do_not_hang(pool, rows):
     case = Case(pp=2, fsdp=2, rows=rows, micro_tokens=12)
     one = train(0, case.alone)["results"][0]

@@ -354,9 +354,8 @@ MUON = {"name": "muon", "lr": 1e-3, "weight_decay": 0.1}
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tp=2, double=True),
         Case(fsdp=2, double=True, experts=True),
-        *slow([Case(fsdp=2, double=True), Case(tp=2, double=True, experts=True)]),
+        *slow([Case(tp=2, double=True), Case(fsdp=2, double=True), Case(tp=2, double=True, experts=True)]),
     ],
     ids=str,
 )
@@ -430,7 +429,7 @@ def refused(rank):
 
 
 def test_scoring_with_any_number_of_rows_does_not_hang(pool):
-    for rows in ((0,), (1,), (10,)):
+    for rows in ((0,), (10,)):
         case = Case(fsdp=2, rows=rows, micro_tokens=8)
         one = train(0, case.alone)
         found = pool.run(2, TRAIN, timeout=60.0, case=case)

@@ -65,9 +65,15 @@ SIZES = [1, 2, 4]
 @pytest.mark.dist
 @pytest.mark.parametrize("size", SIZES)
 def test_each_part_reaches_its_owner_whatever_the_nodes(pool, size):
-    """Values that both levels can send exactly are summed exactly, rounded or not; others keep their mean."""
+    """Values that both levels can send exactly are summed exactly, rounded or not."""
     for found, exact, _, _ in pool.run(4, HERE + "summed", ranks=4, node_size=size, smooth=False, kind="signs"):
         assert torch.equal(found[0], exact)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in SIZES if n != 2)])
+def test_rounded_parts_keep_their_mean(pool, size):
+    """Also those of outliers; what is not compressed is exact."""
     how = {"ranks": 4, "node_size": size, "smooth": True, "kind": "heavy", "draws": 60}
     for found, exact, _, _ in pool.run(4, HERE + "summed", **how):
         error, spread = (found.double().mean(0) - exact).abs(), found.double().std(0) / 60**0.5

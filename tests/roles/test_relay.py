@@ -31,6 +31,7 @@ from tilth.core.layout import Mesh
 from tilth.parallel.reshard import parts_of
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import relay_pieces
+from tilth.roles import relay
 from tilth.roles.relay import TRIES, Publication, Relay
 
 CONFIG = small.config(tie_embeddings=False)
@@ -402,7 +403,7 @@ def test_many_that_open_it_at_once_reserve_its_memory_once(world, monkeypatch):
 
 
 def test_a_process_that_never_ends_making_it_is_an_error(world, monkeypatch):
-    monkeypatch.setattr("tilth.roles.relay.LIMIT", 0.05)
+    monkeypatch.setattr(relay, "_locked", partial(relay._locked, limit=0.05))
     holder = os.open(world.path.parent, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     with raises(StorageError, "relay"):

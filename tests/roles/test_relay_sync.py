@@ -72,26 +72,26 @@ def relayed(rank: int, name: str, bucket: int, folder: str):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("bucket", [1, 10**9])
 @pytest.mark.parametrize("name", CASES)
-def test_every_engine_takes_the_policy_bit_for_bit(pool, name):
+def test_every_engine_takes_the_policy_bit_for_bit(pool, name, bucket):
     case = CASES[name]
     model = Decoder(case.config)
     model.init_weights_(7)
-    for bucket in (1, 10**9):
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-            count = max(case.target[1]) + 1
-            found = pool.run(count, "tests.roles.test_relay_sync:relayed", name=name, bucket=bucket, folder=folder)
-        for version, sign in ((1, -1), (2, 1)):
-            whole = {n: (sign * p.detach()).to(case.dtype) for n, p in model.named_parameters()}
-            distinct = set()
-            for rank in case.target[1]:
-                boxes = {n: layout.boxes(rank)[0] for n, layout in parts(case, model.config).items()}
-                distinct |= set(boxes.items())
-                size = sum(box.numel for box in boxes.values()) * case.dtype.itemsize
-                prints = {n: checksum(whole[n][box.slices]) for n, box in boxes.items()}
-                assert found[rank][version - 1] == (rank, len(boxes), size, 10 * version, prints)
-            written = sum(found[rank][version - 1] for rank in case.source[1])
-            assert written == sum(box.numel for _, box in distinct) * case.dtype.itemsize
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        count = max(case.target[1]) + 1
+        found = pool.run(count, "tests.roles.test_relay_sync:relayed", name=name, bucket=bucket, folder=folder)
+    for version, sign in ((1, -1), (2, 1)):
+        whole = {n: (sign * p.detach()).to(case.dtype) for n, p in model.named_parameters()}
+        distinct = set()
+        for rank in case.target[1]:
+            boxes = {n: layout.boxes(rank)[0] for n, layout in parts(case, model.config).items()}
+            distinct |= set(boxes.items())
+            size = sum(box.numel for box in boxes.values()) * case.dtype.itemsize
+            prints = {n: checksum(whole[n][box.slices]) for n, box in boxes.items()}
+            assert found[rank][version - 1] == (rank, len(boxes), size, 10 * version, prints)
+        written = sum(found[rank][version - 1] for rank in case.source[1])
+        assert written == sum(box.numel for _, box in distinct) * case.dtype.itemsize
 
 
 def lacking(rank: int, folder: str) -> list[str]:

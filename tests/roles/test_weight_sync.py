@@ -143,8 +143,9 @@ def relayed(rank: int, name: str, bucket: int) -> tuple:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("bucket", [1, 2000, 10**9], ids=["a tensor at a time", "several", "all"])
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in FOUR)])
-def test_every_receiver_holds_the_policy_bit_for_bit(pool, name):
+def test_every_receiver_holds_the_policy_bit_for_bit(pool, name, bucket):
     case = EVERY[name]
     ranks = max((*case.source[1], *case.target[1])) + 1
     model = Decoder(case.config)
@@ -152,16 +153,15 @@ def test_every_receiver_holds_the_policy_bit_for_bit(pool, name):
     whole = {n: p.detach().to(case.dtype) for n, p in model.named_parameters()}
     boxes = {rank: {n: w.boxes(rank) for n, w in parts(case, model.config).items()} for rank in case.target[1]}
     wanted = {r: {n: checksum(whole[n][b.slices]) for n, (b,) in found.items()} for r, found in boxes.items()}
-    for bucket in (1, 2000, 10**9):  # a tensor at a time, several, all
-        for rank, (delivery, found) in enumerate(
-            pool.run(ranks, "tests.roles.test_weight_sync:relayed", name=name, bucket=bucket)
-        ):
-            assert delivery.rank == rank
-            assert found == wanted.get(rank)
-            assert delivery.bytes == received(case, rank, model)
-            copied = ("o_proj.weight", "down_proj.weight")  # slices along columns
-            lying = [n for n in whole if case.target[0] == (1, 1, 2) or not n.endswith(copied)]
-            assert delivery.shared == (len(lying) if name.startswith("shared") else 0)
+    for rank, (delivery, found) in enumerate(
+        pool.run(ranks, "tests.roles.test_weight_sync:relayed", name=name, bucket=bucket)
+    ):
+        assert delivery.rank == rank
+        assert found == wanted.get(rank)
+        assert delivery.bytes == received(case, rank, model)
+        copied = ("o_proj.weight", "down_proj.weight")  # slices along columns
+        lying = [n for n in whole if case.target[0] == (1, 1, 2) or not n.endswith(copied)]
+        assert delivery.shared == (len(lying) if name.startswith("shared") else 0)
 
 
 def received(case: Case, rank: int, model: Decoder) -> int:

@@ -88,7 +88,7 @@ def outside(program, scene, folder):
     ).stdout  # fmt: skip
 
 
-SELDOM = {"without end", "sleep without end", "much memory", "empty files without number"}
+SELDOM = {"without end", "sleep without end", "much memory", "many threads", "empty files without number"}
 """Limits that test_run.py has, too, and one that takes as long as ten others."""
 ATTEMPTS = [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in ESCAPES if n != "outlive the program"]
 

@@ -200,6 +200,7 @@ DRILLS = {
 """Step -> words of the command, kind of the recovery and ranks that are replaced."""
 
 
+@pytest.mark.slow  # quickly in tests/launch/test_survive.py
 @pytest.mark.dist
 @pytest.mark.parametrize("steps", [[2], pytest.param([2, 4, 6], marks=pytest.mark.slow)])
 def test_a_run_survives_the_drills_of_another_process(tmp_path, steps):

@@ -22,7 +22,7 @@ def test_there_are_some():
 def test_a_worked_conversation_is_what_the_environment_says_and_pays(name):
     task = task_of(name)
     prompts = task.make_prompts(DataConfig(source=name, digits=2, flawed=0.0))
-    for index in range(0, len(prompts), max(1, len(prompts) // 40)):
+    for index in range(0, len(prompts), max(1, len(prompts) // 12)):
         prompt = prompts.prompt(index)
         one = task.environment()
         said = list(one.reset({**prompt.info, "prompt": prompt.text}))

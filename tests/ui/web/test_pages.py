@@ -843,7 +843,7 @@ NAMES = ("q", "x", "smooth", "since", "run", "metric", "steps", "reward", "lengt
          "down", "page", "step", "group", "id", "tokens", "by", "begin", "end", "key", "tag", "state")  # fmt: skip
 
 
-@settings(max_examples=examples(10_000), deadline=None)
+@settings(max_examples=examples(3_000), deadline=None)
 @given(places, st.dictionaries(st.sampled_from(NAMES), odd, max_size=4), words)
 def test_odd_requests_are_answered_without_a_traceback(client, path, query, more):
     for answer in (client.get(path, params=query), client.get(f"/runs/{quote(more, safe='')}")):
