@@ -7,9 +7,11 @@ import shutil
 import signal
 import sys
 import tempfile
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
 from tests import forked
@@ -89,6 +91,14 @@ def surroundings(torch):
         found["threads"], found["precision"] = torch.get_num_threads(), torch.get_float32_matmul_precision()
         found["dtype"], found["deterministic"] = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once():
+    """The runner of tests makes all commands anew for each call: 10 to 25 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(autouse=True)

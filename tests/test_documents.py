@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -162,9 +163,12 @@ def scaled(words: list[str]) -> list[str]:
     return [*words[: run + 1], *([] if begun else SHAPE), *SMALL, *more, *words[run + 1 :]]
 
 
+made = cache(typer.main.get_command)
+
+
 def parsed(words: list[str]) -> None:
     """Let the command line's own parser take a command, and the schema its recipe and keys."""
-    command, context, name = typer.main.get_command(app), None, "tilth"
+    command, context, name = made(app), None, "tilth"
     while True:
         context = command.make_context(name, list(words), parent=context)
         if not hasattr(command, "resolve_command"):

@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -23,13 +24,13 @@ def write(folder, roots, attempt=1, parts=PARTS):
     """Each rank's events in so many files, by time of their ends, and who was there."""
     events = folder / "events"
     events.mkdir(parents=True, exist_ok=True)
+    whole = table(*roots)
     for rank in {root["rank"] for root in roots}:
-        rows = [row | {"attempt": attempt} for row in table(*roots).to_pylist() if row["rank"] == rank]
+        rows = [row | {"attempt": attempt} for row in whole.to_pylist() if row["rank"] == rank]
         rows.sort(key=lambda row: row["start"] + row["duration"])
         for part in range(1, parts + 1):
             mine = rows[(part - 1) * len(rows) // parts : part * len(rows) // parts]
-            found = table(*roots).schema.empty_table() if not mine else None
-            made = found if found is not None else type(table(*roots)).from_pylist(mine, schema=table(*roots).schema)
+            made = pa.Table.from_pylist(mine, schema=whole.schema)
             pq.write_table(made, events / f"attempt-{attempt}-rank-{rank}-{part:06d}.parquet")
     with rounds_path(events, attempt).open("w") as file:
         for rank in sorted({root["rank"] for root in roots}):

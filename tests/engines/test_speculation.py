@@ -107,7 +107,7 @@ def test_the_cache_and_its_blocks_are_those_of_plain_decoding(drafts):
             assert blocks == number
             assert all(map(torch.equal, kept, wanted))
             compared += 1
-    assert compared > 100 and engine.stats().accepted_tokens > 100
+    assert compared > 50 and engine.stats().accepted_tokens > 60
 
 
 @pytest.mark.slow
