@@ -230,7 +230,14 @@ def counted(rank, name):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "sizes", [{"island": 2}, {"ring": 2}, {"island": 2, "fsdp": 2}, {"ring": 2, "fsdp": 2}], ids=str
+    "sizes",
+    [
+        {"island": 2},
+        {"ring": 2},
+        pytest.param({"island": 2, "fsdp": 2}, marks=pytest.mark.slow),
+        {"ring": 2, "fsdp": 2},
+    ],
+    ids=str,
 )
 def test_a_step_over_an_invented_axis_is_that_of_one_device(pool, sizes):
     expected = trained(0, {})

@@ -33,7 +33,7 @@ from tilth.process.restarts import RestartPolicy
 
 DRAFT = DraftConfig(tokens=6, depth=4, apart=True)
 SOME = REQUESTS[:16]
-both = pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
+both = pytest.mark.parametrize("branches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chains", "trees"])
 
 
 @pytest.fixture(autouse=True)

@@ -112,10 +112,10 @@ def shared(workers, monkeypatch):
 
 def sections(flow, **more):
     found = {
-        "grpo": {"supervised": {"steps": 3}, "algorithm": {"minibatches": 2, "kl_coef": 0.05, "steps": 3}},
+        "grpo": {"supervised": {"steps": 2}, "algorithm": {"minibatches": 2, "kl_coef": 0.05, "steps": 2}},
         "moe": {"algorithm": {"minibatches": 2, "kl_coef": 0.05}, "model": MOE},
-        "ppo": {"flow": "ppo", "supervised": {"steps": 3}, "critic": {"steps": 2},
-                "algorithm": {"advantage": "gae", "steps": 3, "lam": 0.9}},
+        "ppo": {"flow": "ppo", "supervised": {"steps": 2}, "critic": {"steps": 2},
+                "algorithm": {"advantage": "gae", "steps": 2, "lam": 0.9}},
     }[flow]  # fmt: skip
     return {**found, **more}
 

@@ -162,6 +162,7 @@ class Watch(Callback):
         self.generations.append((run.policy.generation, run.rollout.generation))
 
 
+@pytest.mark.slow  # quickly in tests/guard/test_simulation.py
 @pytest.mark.parametrize("steps", [(8,), pytest.param((3, 8), marks=pytest.mark.slow)])
 def test_a_trainer_stays_as_it_is_when_the_engine_beside_it_is_lost(tmp_path, plain, steps):
     harm = Harm({step: (1, signal.SIGKILL, 0.01 * (step - 3)) for step in steps})

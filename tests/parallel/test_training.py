@@ -333,7 +333,7 @@ def flipped_gradient(rank, case):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(fsdp=2, double=True), Case(tp=2, double=True), *slow([MORE := Case(dp=2, fsdp=2)])], ids=str
+    "case", [Case(tp=2, double=True), *slow([Case(fsdp=2, double=True), MORE := Case(dp=2, fsdp=2)])], ids=str
 )
 def test_averages_and_norms_of_layers_are_those_of_one_process(pool, case):
     how = {"steps": 3, "ema": 0.5, "watch": ("layer_norms",)}

@@ -165,10 +165,10 @@ def test_in_a_period_denominators_stand_still_and_the_sum_grows():
 SHARDED = [
     ("lans", Case(fsdp=2, double=True)),
     ("lans", Case(tp=2, sp=True, double=True, tied=False)),
-    ("lans", Case(dp=2, zero=1, double=True)),
     ("lars", Case(tp=2, double=True)),
 ]
 MORE = [
+    ("lans", Case(dp=2, zero=1, double=True)),
     ("adaalter", Case(dp=2, zero=1, double=True)),
     *((name, case) for name in ("lamb", "lars", "adaalter") for case in (Case(fsdp=2, double=True), SHARDED[1][1])),
     ("lamb", Case(dp=2, zero=1, double=True)),
