@@ -31,7 +31,7 @@ __all__ = [
     "pytest_terminal_summary",
 ]
 
-settings.register_profile("quick", max_examples=6, deadline=None)  # a busy machine is no failure
+settings.register_profile("quick", max_examples=4, deadline=None)  # a busy machine is no failure
 settings.register_profile("long", max_examples=100, deadline=None)
 settings.load_profile("quick")
 forked.fork_servers_too()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 
 def examples(long: int) -> int:
-    """Return ``long`` in the profile "long", a sixteenth in "quick", but not fewer than its default."""
+    """Return ``long`` in the profile "long", a twenty-fifth in "quick", but not fewer than its default."""
     default = settings.default.max_examples
     return min(long, max(default, long * default // 100))
 

@@ -439,6 +439,7 @@ except RecipeError as error:
 """
 
 
+@pytest.mark.slow  # quickly in tests/rewards/test_fingerprint.py
 def test_a_global_or_a_helper_that_changed_is_another_reward(tmp_path):
     """A script that is called again, in processes of its own."""
     sections = settings(str(tmp_path / "runs"))

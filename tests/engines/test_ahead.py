@@ -47,7 +47,7 @@ def played(engine, asked, ahead=()):
     ("options", "longest"),
     [
         pytest.param({}, 60, marks=pytest.mark.slow),
-        ({"max_rows": 6}, 160),
+        pytest.param({"max_rows": 6}, 160, marks=pytest.mark.slow),
         ({"max_rows": 8, "kv_tokens": 320}, 100),
         ({"step_tokens": 12, "max_rows": 8}, 60),
     ],

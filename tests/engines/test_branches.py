@@ -98,7 +98,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "bf16")) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("bf16", "window"))) for n in MODELS]
+)
 def test_parity_has_the_bits_of_plain_decoding(name, monkeypatch, moves):
     model = MODELS[name]()
     options = {"parity": True, "routing": name == "experts", "max_rows": 9, "max_length": 128}

@@ -103,6 +103,7 @@ def broken(folder, monkeypatch, names, steps, **rollout):
     return breaks, result
 
 
+@pytest.mark.slow  # quickly in tests/roles/test_relay.py
 def test_transfers_that_break_off_cost_no_sample(tmp_path, monkeypatch):
     breaks, result = broken(tmp_path, monkeypatch, ["unpack", nodes.REMOVED], 5)
     assert breaks.done == {"unpack": 1, nodes.REMOVED: 1}

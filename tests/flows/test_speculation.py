@@ -21,7 +21,7 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
             tiny.recipe(
                 tmp_path,
                 train={"parity": True},
-                supervised={"steps": 2},
+                supervised={"steps": 1},
                 algorithm={"steps": 3},
                 model={"context": 32},
                 rollout={"max_tokens": 20, "temperature": 0.3, **section},

@@ -106,7 +106,7 @@ def test_layers_and_averages_have_the_norms_of_one_process(pool):
         assert max(apart(got["ema"][n], average) for n, average in one["ema"].items()) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [(0,), (9,)])
+@pytest.mark.parametrize("rows", [(0,), *slow([(9,)])])
 def test_ranks_run_their_own_numbers_of_micro_batches(pool, rows):
     case = Case(dp=2, zero=1, rows=rows, micro_tokens=12)
     one, found = train(0, case.alone)["results"][0], pool.run(2, TRAIN, timeout=60.0, case=case)
