@@ -93,7 +93,7 @@ def _check_places(recipe: Recipe, function: Spec | None) -> None:
     from tilth.models.hub import check_place
     from tilth.rewards.functions import check_place as check_reward
 
-    loaded = {spec.loads: spec.path(recipe) for spec in roles_of(recipe).values() if spec.loads}
+    loaded = {key: path for spec in roles_of(recipe).values() for key, path in spec.paths(recipe).items()}
     paths = {"model.path": recipe.model.path, **loaded, "model.adapter": recipe.model.adapter}
     for key, path in paths.items():
         try:

@@ -337,8 +337,9 @@ def _other_models(recipe: Recipe) -> Refusals:
         yield "reference.path.unused", "has no use: algorithm.kl_coef is 0"
     if reward.model_weight != RewardConfig.model_fields["model_weight"].default and not reward.model:
         yield "reward.model_weight.unused", "has no use: reward.model is empty"
-    if recipe.flow == "distill" and not reference:
-        yield "reference.path", "is empty, and flow = distill learns from the model in it"
+    if recipe.flow == "distill" and not recipe.teachers:
+        yield "reference.path", "is empty, and flow = distill learns from the model in it, or reference.teachers"
+    yield from _teachers(recipe)
     if recipe.aligns:
         yield from _aligned(recipe)
     asks = recipe.flow_spec.judge or recipe.grades
@@ -349,6 +350,38 @@ def _other_models(recipe: Recipe) -> Refusals:
         yield "judge.rubric", "shows the judge no answer; write {completion} in it"
     if judge and not asks:
         yield "judge.path.unused", f"has no use in flow = {recipe.flow}; set judge.rubric, or flow = fapo"
+
+
+def _teachers(recipe: Recipe) -> Refusals:
+    """Check that each source has one teacher, and each teacher a source."""
+    table, field, owners = recipe.reference.teachers, recipe.reference.field, dict[str, str]()
+    known = [part.name for part in recipe.data.sources]
+    if field and not table:
+        yield "reference.field.unused", "has no use without reference.teachers"
+    if table and not recipe.teaches:
+        message = f"reference.teachers has no use in flow = {recipe.flow}; use flow = distill"
+        yield RecipeError(message, key="reference.teachers.unused")
+    if table and recipe.reference.path:
+        yield "reference.path.teachers", "stands beside reference.teachers; make it one of them, or leave it out"
+    for name, teacher in table.items():
+        key = f"reference.teachers.{name}"
+        if not teacher.path:
+            yield f"{key}.path", "is empty; name a run or a Hugging Face directory"
+        if not teacher.sources:
+            yield f"{key}.sources", "is empty, so no prompt follows this teacher; name some, or leave it out"
+        if teacher.align == "characters" and not recipe.aligns:
+            yield f"{key}.align", "needs algorithm.options.align = characters"
+        for source in teacher.sources:
+            if source in owners:
+                whose = "twice" if owners[source] == name else f"as teacher {owners[source]} does"
+                yield f"{key}.sources.twice", f"names {source!r} {whose}; a prompt follows one teacher"
+            if not field and source not in known:
+                right = nearest(source, known) if recipe.data.mixture else "set data.mixture, or reference.field"
+                yield f"{key}.sources.{source}", f": {source!r} is no source of the data; {right}"
+            owners[source] = name
+    if table and not field and (left := [name for name in known if name not in owners]):
+        message = f"no teacher of reference.teachers has source {left[0]!r} in its sources; add it to those of one"
+        yield RecipeError(message, key="reference.teachers.sources")
 
 
 def _aligned(recipe: Recipe) -> Refusals:

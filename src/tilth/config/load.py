@@ -269,6 +269,8 @@ _UNUSED: Mapping[str, Callable[[Recipe], bool]] = {
     "plugins": lambda r: True,  # launch.life compares their content; their paths do not matter
     "guard": lambda r: r.guard.batch != "scale",  # workers of a run may then change, and its batch does not
     "roles": lambda r: not r.roles,
+    "reference.teachers": lambda r: not r.reference.teachers,
+    "reference.field": lambda r: not r.reference.field,
     "data.options": lambda r: not r.data.options,
     "data.mixture": lambda r: not r.data.mixture,
     "data.deduplicate": lambda r: not r.data.deduplicate,

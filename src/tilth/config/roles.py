@@ -41,6 +41,8 @@ class RoleSpec:
     """True: it has gradients, and a checkpoint holds its state."""
     loads: str = ""
     """Key with the path of the frozen model that it loads."""
+    table: str = ""
+    """Key of a table of further frozen models, each with a ``path``."""
     receives: Receives = ""
     """When it receives the policy's weights: at the start of a phase (once, if it trains), or after each step."""
     generates: bool = False
@@ -80,10 +82,14 @@ class RoleSpec:
         """Return the section with the role's pool and layout."""
         return recipe.section(self.section(recipe) if self.section else self.key)
 
-    def path(self, recipe: "Recipe") -> str:
-        """Return the path of the model that it loads; empty: none."""
+    def paths(self, recipe: "Recipe") -> dict[str, str]:
+        """Return key -> path of each model that it loads."""
         section, _, name = self.loads.rpartition(".")
-        return str(getattr(recipe.section(section), name)) if name else ""
+        found = {self.loads: str(getattr(recipe.section(section), name))} if name else {}
+        section, _, name = self.table.rpartition(".")
+        table = getattr(recipe.section(section), name) if name else {}
+        found |= {f"{self.table}.{each}.path": str(entry.path) for each, entry in table.items()}
+        return {key: path for key, path in found.items() if path}
 
 
 def _generated(recipe: "Recipe") -> bool:
@@ -104,7 +110,14 @@ def _shipped(name: str, when: "Callable[[Recipe], bool]", mesh: MeshKind = "one"
 _ENGINE: dict[str, Any] = {"mesh": "engines", "less": "rollout.max_rows"}
 _SHIPPED = (
     _shipped("policy", lambda r: True, "layout", trains=True, label="trainer"),
-    _shipped("reference", lambda r: r.refers, "layout", loads="reference.path", receives="phase"),
+    _shipped(
+        "reference",
+        lambda r: r.refers,
+        "layout",
+        loads="reference.path",
+        table="reference.teachers",
+        receives="phase",
+    ),
     _shipped("critic", lambda r: r.flow_spec.critic, "layout", trains=True, receives="phase", values=True),
     _shipped(
         "reward_model",

@@ -1,7 +1,7 @@
 """Schema of recipes: few, orthogonal keys in sections, each with a default. Imports no torch."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -442,11 +442,31 @@ class PolicyConfig(RoleSection):
     )
 
 
+class TeacherConfig(Section):
+    """One of several teachers of flow distill, which the samples of its sources follow."""
+
+    path: str = Field("", description="run or Hugging Face directory of the teacher")
+    sources: tuple[str, ...] = Field(
+        (), description="names of sources of data.mixture, or values of reference.field, whose prompts follow it"
+    )
+    align: Literal["", "tokens", "characters"] = Field(
+        "",
+        description="what is compared, where algorithm.options.align = characters: tokens of a teacher that has the "
+        "policy's; empty: as there",
+    )
+
+
 class ReferenceConfig(RoleSection):
-    """Model of the KL penalty, or teacher of flow distill."""
+    """Model of the KL penalty, or teachers of flow distill."""
 
     path: Annotated[str, Fixed("the KL penalty is towards this model")] = Field(
         "", description="run or Hugging Face directory with the same tokens; empty: the policy at the phase's start"
+    )
+    teachers: Annotated[
+        dict[Annotated[str, Field(pattern=r"^\w[\w-]*$")], TeacherConfig], Fixed("its samples follow these models")
+    ] = Field({}, description="flow distill: [several teachers](#teachers) by name, in place of reference.path")
+    field: Annotated[str, Fixed("it says which teacher a sample follows")] = Field(
+        "", description="column of a record whose value names its teacher's source; empty: its source in data.mixture"
     )
 
 
@@ -683,6 +703,16 @@ class GuardConfig(Section):
     )
 
 
+class Teacher(NamedTuple):
+    """One teacher of a run. name: empty for that of ``reference.path``; key: of its path; aligns: it may have another
+    tokenizer."""
+
+    name: str
+    key: str
+    path: str
+    aligns: bool
+
+
 def _chosen(value: Any) -> Any:
     """Return the keys of a section that were set, without defaults."""
     return {name: getattr(value, name) for name in value.model_fields_set} if isinstance(value, Section) else value
@@ -780,8 +810,24 @@ class Recipe(Section):
     @property
     def aligns(self) -> bool:
         """True if a teacher with another tokenizer is followed, over chunks of equal characters."""
-        teaches = self.flow_spec.reference and self.flow_spec.samples and bool(self.reference.path)
-        return teaches and self.algorithm.options.get("align") == "characters"
+        given = bool(self.reference.path or self.reference.teachers)
+        return self.teaches and given and self.algorithm.options.get("align") == "characters"
+
+    @property
+    def teaches(self) -> bool:
+        """True if the reference is a teacher, whose log-probs of samples are learned from."""
+        return self.flow_spec.reference and self.flow_spec.samples
+
+    @property
+    def teachers(self) -> list[Teacher]:
+        """Models that samples follow, in the order of ``reference.teachers``; empty: this run has no teacher."""
+        if self.reference.teachers:
+            return [
+                Teacher(name, f"reference.teachers.{name}.path", one.path, self.aligns and one.align != "tokens")
+                for name, one in self.reference.teachers.items()
+            ]
+        path = self.reference.path
+        return [Teacher("", "reference.path", path, self.aligns)] if self.teaches and path else []
 
     @property
     def refers(self) -> bool:

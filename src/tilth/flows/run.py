@@ -30,6 +30,7 @@ from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler, Split
 from tilth.flows.saving import Saving
 from tilth.flows.step_log import StepLog
+from tilth.flows.teachers import each_by_its_own
 from tilth.flows.weight_sync import Publisher, SyncBounds
 from tilth.guard.snapshots import Snapshots
 from tilth.plan.memory import has_relay
@@ -66,13 +67,15 @@ class Run:
         adopt: str | None = None,
         collect_garbage: Callable[[int], None] = lambda step: None,
         snapshots: Snapshots | None = None,
+        followed: np.ndarray | None = None,
     ) -> None:
         """say: log a line and show it; adopt: checkpoint whose optimizer state the first phase begins with;
-        collect_garbage: called at the end of each step; snapshots: where its states are kept in memory."""
+        collect_garbage: called at the end of each step; snapshots: where its states are kept in memory; followed:
+        the teacher of each prompt (``launch.build.followed_teachers``)."""
         self.recipe, self.algorithm = recipe, Algorithm.of(recipe)
         self.roles, self.store, self.directory, self.callbacks = roles, store, directory, callbacks
         self.policy, self.loader = roles.policy, roles["loader"]
-        self.rollout, self.reference = roles.rollout, roles.reference
+        self.rollout, self.reference, self._followed = roles.rollout, roles.reference, followed
         self.metrics, self.say, self.saving = metrics, say, saving
         self.state = RunState()
         self.bounds = SyncBounds.of(recipe)
@@ -287,9 +290,16 @@ class Run:
         return self.algorithm.updated(**current(self.recipe.algorithm, self.state.weights))
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Add the log-probs that the update needs: the policy's before it, and the reference's."""
+        """Add the log-probs that the update needs: the policy's before it, and the reference's, or those of the teacher
+        that a row follows."""
         needed, reference = self.algorithm.computed, self.reference
         self.progress.at("computing log-probs")
+        if reference is not None and self._followed is not None:
+            batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)
+            batch = each_by_its_own(batch, reference, self.recipe.teachers, self._followed, self.metrics)
+            if self.recipe.aligns:
+                self.log.add_unaligned(int(batch[UNALIGNED].sum()), int(batch["completion"].sum()))
+            return batch
         teacher = reference if self.recipe.aligns else None
         theirs = None if teacher is None else teacher.translated(batch)  # beside the policy's pass, in its own pool
         if "logprobs" in needed:

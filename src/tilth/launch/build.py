@@ -34,7 +34,7 @@ from tilth.data.examples import check_examples, check_prompts, token_lengths
 from tilth.data.mixture import Mixture
 from tilth.data.order import Order
 from tilth.data.pairs import check_pairs
-from tilth.data.prompts import PromptSet, texts_of
+from tilth.data.prompts import Prompt, PromptSet, texts_of
 from tilth.data.template import Template, Tools, data_template, template_files
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools, load_environment
@@ -58,7 +58,7 @@ from tilth.runs.models import (
     load_beginning,
     load_drafter,
     load_model,
-    load_of_role,
+    models_of_roles,
     wants_tokenizer,
 )
 
@@ -110,6 +110,8 @@ class RunParts:
     """Lines to log about the data."""
     adopt: str | None = None
     """Checkpoint whose optimizer state the run begins with."""
+    followed: np.ndarray | None = None
+    """As of ``followed_teachers``."""
 
 
 @dataclass
@@ -145,23 +147,30 @@ def build(
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = model_config(recipe, loaded, tokenizer)
-    others = loaded_models(recipe)
-    shapes = {role: model.config for role, model in others.items()}
+    others = models_of_roles(recipe, load_model)
+    shapes = {key: model.config for key, model in others.items()}
     check_shape(recipe, config, shapes)
-    for role, model in others.items():
-        if role == "reference" and recipe.aligns:
-            continue  # it reads text, and is checked with the prompts
-        if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
-            _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
+    texts = {each.key for each in recipe.teachers if each.aligns}  # they read text, and are checked with the prompts
+    for spec in roles_of(recipe).values():
+        if spec.mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
+            for key in (key for key in spec.paths(recipe) if key not in texts):
+                _check_tokens(recipe, key, others[key], tokenizer)
     if recipe.rollout.draft.path:
         shapes[DRAFTER] = _check_drafter(recipe, config, tokenizer)
     generates = pool is not None or bool(recipe.reward.model or recipe.rollout.environment or recipe.grades)
+    followed = None
     if isinstance(material, PretrainTexts):
         data = _documents(recipe, material, tokenizer)
     else:
         data = _prompts(recipe, material, tokenizer, generates=generates)
-        if recipe.aligns:
-            data.notes.append(_check_teacher(recipe, material, tokenizer, others["reference"]))
+        followed = followed_teachers(recipe, material)
+        for number, each in enumerate(recipe.teachers):
+            rows = material.rows if followed is None else np.flatnonzero(followed == number)
+            if followed is not None:
+                data.notes.append(f"teacher {each.name}: {len(rows):,} prompts")
+            if each.aligns:
+                own = PromptSet(material.source, rows)
+                data.notes.append(_check_teacher(recipe, each.key, others[each.key], own, tokenizer))
     chats = loaded is not None and loaded.tokenizer is not None and bool(loaded.tokenizer.chat_template)
     if chats and not recipe.data.template and recipe.flow_spec.learns != "documents":
         data.notes.append(
@@ -197,15 +206,8 @@ def build(
         places.pop("reward", None)  # only a reward model scores
     roles = make_roles(cluster, {role: placed.mesh for role, placed in places.items()}, given)
     return RunParts(
-        recipe, config, tokenizer, data.train, data.heldout, plan, roles, [*recipe.told, *data.notes], adopt
+        recipe, config, tokenizer, data.train, data.heldout, plan, roles, [*recipe.told, *data.notes], adopt, followed
     )
-
-
-def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
-    """Return role -> its model, for roles that load one from a path."""
-    return {
-        role: load_of_role(role, recipe, load_model) for role, spec in roles_of(recipe).items() if spec.path(recipe)
-    }
 
 
 def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:
@@ -222,7 +224,7 @@ def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str,
         else:  # unpickling the recipe imports the plugins
             factory, kwargs = f"{_WORKERS}:plugin_role", {"recipe": recipe, "given": _asked_for(spec, given)}
         made[role] = cluster.group(role, factory, kwargs, mesh=mesh, divide=divide_batch)
-    loaded = frozenset(role for role in made if ROLES[role].path(recipe))
+    loaded = frozenset(role for role in made if ROLES[role].paths(recipe))
     targets = {role: mesh for role, mesh in meshes.items() if ROLES[role].receives and role not in loaded}
     if not targets:
         return Roles(made, loaded)
@@ -274,7 +276,8 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     found = [f"token {i} is {a!r} there and {b!r} here" for i, a, b in pairs if a != b]
     found += [f"{theirs} there and {ours} here"] if theirs < ours else []
     if found:
-        hint = ", or algorithm.options.align=characters" if key == "reference.path" and recipe.flow == "distill" else ""
+        teaches = recipe.teaches and key in (each.key for each in recipe.teachers)
+        hint = f", or {'its' if recipe.aligns else 'algorithm.options.'} align=characters" * teaches
         raise RecipeError(
             f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}); both need the same "
             f"tokenizer{hint}",
@@ -283,14 +286,51 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     _check_context(recipe, loaded.config, f"{key} = {loaded.run or loaded.source}", key=f"{key}.context")
 
 
-def _check_teacher(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, loaded: LoadedModel) -> str:
+def followed_teachers(recipe: Recipe, prompts: PromptSet) -> np.ndarray | None:
+    """Return the number of the teacher that each prompt of the source follows, int16 [source], -1 for one that is not
+    trained on; None without ``reference.teachers``.
+
+    Raises DataError for a record whose field names no teacher, RecipeError for a teacher that no prompt follows.
+    """
+    table, field = recipe.reference.teachers, recipe.reference.field
+    if not table:
+        return None
+    train, _ = prompts.split(recipe.data.holdout)
+    owner = {source: number for number, one in enumerate(table.values()) for source in one.sources}
+    found = np.full(len(prompts.source), -1, np.int16)
+    if field:
+        found[train.rows] = [_by_field(prompt, field, owner) for prompt in train]
+    else:
+        for part, rows in zip(recipe.data.sources, train.parts):
+            found[rows] = owner[part.name]
+    for number in (number for number in range(len(table)) if not (found == number).any()):
+        key = f"reference.teachers.{list(table)[number]}.sources"
+        message = f"{key} = {list(list(table.values())[number].sources)}: no prompt to train on follows this teacher"
+        raise RecipeError(f"{message}; leave it out", key=f"{key}.empty")
+    return found
+
+
+def _by_field(prompt: Prompt, field: str, owner: Mapping[str, int]) -> int:
+    """Return the number of the teacher that a field of a prompt's record names; DataError if none has it."""
+    if field not in prompt.info:
+        have = ", ".join(prompt.info) or "none"
+        message = f"{prompt.name}: reference.field = {field} is no column of the record; it has {have}"
+        raise DataError(message, key="reference.field")
+    value = str(prompt.info[field])
+    if value not in owner:
+        message = f"{prompt.name}: {field} = {value!r}, and no teacher of reference.teachers has it in its sources"
+        raise DataError(f"{message}, which are {', '.join(owner)}", key=f"reference.field.{value}")
+    return owner[value]
+
+
+def _check_teacher(recipe: Recipe, key: str, loaded: LoadedModel, prompts: PromptSet, tokenizer: Tokenizer) -> str:
     """Return a log line on the share of the prompts' tokens over which a teacher with other tokens can be compared.
 
     Raises RecipeError for a shorter context, or if nothing can be compared; DataError without a tokenizer, or for a
     prompt that has no tokens there.
     """
-    named = f"reference.path = {loaded.run or loaded.source}"
-    _check_context(recipe, loaded.config, named, key="reference.path.context")
+    named = f"{key} = {loaded.run or loaded.source}"
+    _check_context(recipe, loaded.config, named, key=f"{key}.context")
     translator = Translator(tokenizer, wants_tokenizer(loaded), loaded.config.max_positions)
     template = data_template(recipe.data, tokenizer, starts=prompts.starts)
     tried = [prompt for rows in prompts.parts for prompt in PromptSet(prompts.source, rows).spread(_TRIED)]
@@ -303,7 +343,7 @@ def _check_teacher(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, loa
         raise RecipeError(
             f"{named} has a tokenizer that keeps the characters of none of {len(tried)} prompts, so nothing can be "
             "aligned; use a teacher whose tokenizer keeps texts as they are",
-            key="reference.path.tokenizer",
+            key=f"{key}.tokenizer",
         )
     sizes = f"{len(tried)} prompts are {written} tokens there and {count + len(tried)} here"
     return f"align = characters: {sizes}, of which {aligned / max(1, count):.1%} can be aligned"
@@ -335,6 +375,11 @@ def rooted(recipe: Recipe) -> Recipe:
         name, _, last = key.rpartition(".")
         if path := getattr(recipe.section(name), last):
             recipe = recipe.replaced(name, **{last: _rooted(path)})
+    if recipe.reference.teachers:
+        rooted_ones = {
+            name: one.model_copy(update={"path": _rooted(one.path)}) for name, one in recipe.reference.teachers.items()
+        }
+        recipe = recipe.replaced("reference", teachers=rooted_ones)
     if draft := recipe.rollout.draft.path:
         update = {"path": _rooted(draft)}
         recipe = recipe.replaced("rollout", draft=recipe.rollout.draft.model_copy(update=update))

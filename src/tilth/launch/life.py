@@ -443,7 +443,8 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
         found["cluster.costs"] = hashlib.blake2b(Path(recipe.cluster.costs).read_bytes(), digest_size=8).hexdigest()
     if files := template_files(recipe.data):
         found["data.template"] = hashlib.blake2b(b"\0".join(files), digest_size=8).hexdigest()
-    return found | {spec.loads: identity(path) for spec in ROLES.values() if (path := spec.path(recipe))}
+    paths = (spec.paths(recipe) for spec in ROLES.values())
+    return found | {key: identity(path) for some in paths for key, path in some.items()}
 
 
 def _earlier(who: Identity, name: str) -> Path | None:
@@ -492,7 +493,7 @@ def _run(
     run = Run(
         parts.recipe, parts.roles, parts.train, parts.heldout, cluster.store, directory, callbacks,
         saving=Saving(parts.recipe, directory, parts.roles.stateful_roles(), metrics, say), stop=stop, metrics=metrics,
-        say=say, adopt=parts.adopt, collect_garbage=collect_garbage, snapshots=snapshots,
+        say=say, adopt=parts.adopt, collect_garbage=collect_garbage, snapshots=snapshots, followed=parts.followed,
     )  # fmt: skip
     if updates is not None:
         run.after_step = updates.after_step
@@ -549,7 +550,8 @@ def _announce(run: Run, parts: RunParts) -> None:
         lines.append(f"its checkpoints stay where they are, in {directory.checkpoints}")
     if directory.checkpoints.startswith("memory://"):
         lines.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
-    lines += [f"{s.label}: {directory.inputs[s.loads]}" for s in ROLES.values() if s.loads in directory.inputs]
+    loaded = [(key, s.label if key == s.loads else key) for s in ROLES.values() for key in s.paths(run.recipe)]
+    lines += [f"{label}: {directory.inputs[key]}" for key, label in loaded if key in directory.inputs]
     for line in lines:
         run.say(line)
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tilth.config.plugins import task_names
-from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import host_memory
@@ -34,7 +33,7 @@ from tilth.plan.devices import DEVICES, DeviceType, device_type
 from tilth.plan.memory import DRAFTER
 from tilth.plan.search import SearchInput, SearchResult, find_mapping
 from tilth.plan.shape import DecoderShape
-from tilth.runs.models import LoadedModel, choose_tokenizer, load_drafter, load_model, load_of_role
+from tilth.runs.models import LoadedModel, choose_tokenizer, load_drafter, load_model, models_of_roles
 from tilth.training.rate import measured_flops, memory_bandwidth
 
 MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
@@ -92,9 +91,8 @@ def described_model(spec: str, group: str = "") -> LoadedModel:
 
 
 def described_models(recipe: Recipe) -> dict[str, DecoderConfig]:
-    """Return role -> shape of its model, for roles that load one of their own; and that of the drafting model."""
-    named = [role for role, spec in roles_of(recipe).items() if spec.path(recipe)]
-    found = {role: load_of_role(role, recipe, described_model).config for role in named}
+    """Return key of a path -> shape of its model, for roles that load some; and that of the drafting model."""
+    found = {key: one.config for key, one in models_of_roles(recipe, described_model).items()}
     return found | {DRAFTER: load_drafter(recipe, described_model).config} if recipe.rollout.draft.path else found
 
 

@@ -51,7 +51,7 @@ from tilth.roles.reference import ReferenceWorker
 from tilth.roles.relay_sync import RelaySyncWorker
 from tilth.roles.reward import RewardWorker
 from tilth.roles.rollout import COUNTED, DIVIDED, RolloutWorker
-from tilth.roles.teacher import TeacherWorker
+from tilth.roles.teacher import TeachersWorker, TeacherWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.episodes import Limits, Player
@@ -113,12 +113,24 @@ def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWor
     return CriticWorker(engine, context.store, clip=recipe.critic.clip)
 
 
-def reference(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> ReferenceWorker:
-    """Make the model of ``reference.path``, or a frozen copy of the policy, updated at the start of each phase.
+def reference(
+    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer
+) -> ReferenceWorker | TeachersWorker:
+    """Make the model of ``reference.path``, those of ``reference.teachers``, or a frozen copy of the policy, updated at
+    the start of each phase.
 
-    With ``align = "characters"`` of the estimator it is a teacher that translates the policy's tokens to its own.
+    With ``align = "characters"`` of the estimator a teacher translates the policy's tokens to its own.
     """
-    loaded = load_model(recipe.reference.path) if recipe.reference.path else None
+    make = partial(_reference, context, recipe, config, tokenizer)
+    if not recipe.reference.teachers:
+        return make(recipe.reference.path, aligns=recipe.aligns)
+    return TeachersWorker({each.name: make(each.path, aligns=each.aligns) for each in recipe.teachers})
+
+
+def _reference(
+    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, path: str, *, aligns: bool
+) -> ReferenceWorker:
+    loaded = load_model(path) if path else None
     shape = config if loaded is None else loaded.config
     sharded = shard_model(context, recipe, shape, converters=("frozen",))
     if loaded is None:
@@ -127,7 +139,7 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer
         sharded.load_(loaded.tensors)
     micro, units = recipe.train.micro_tokens, context.mesh.units
     how: dict[str, Any] = {"temperature": _temperature(recipe), "micro_tokens": micro, "parity": recipe.train.parity}
-    if loaded is None or not recipe.aligns:
+    if loaded is None or not aligns:
         return ReferenceWorker(sharded, context.store, **how)
     most = min(shape.max_positions, micro * units) if units > 1 else shape.max_positions
     translator = Translator(tokenizer, wants_tokenizer(loaded), most)

@@ -15,7 +15,7 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.lora import adapter_rows, adapter_shapes
-from tilth.plan.memory import BASE, DRAFTER, Memory, Need, together
+from tilth.plan.memory import BASE, DRAFTER, Memory, Need, alternating, together
 from tilth.plan.pipeline import ON_STAGES, Stages, chunks_of, in_flight, misfit_stages, stages_of, waiting
 from tilth.plan.reshard import generation_ranks
 from tilth.plan.rules import ENCODERS, VALUE_HEAD, Parameter, Table, along_model, rule_of
@@ -83,33 +83,44 @@ def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, Decode
     the cp of Ulysses; it names sizes that would work.
 
     Fewer key heads than ranks are fine if they divide the ranks: neighbours then hold the same one. A vocabulary may
-    have any size. loaded: role -> shape of its model if that is not the policy's; unknown ones are not checked.
-    Settings of routers need a policy that has them.
+    have any size. loaded: key of a path -> shape of its model if that is not the policy's; unknown ones are not
+    checked. Settings of routers need a policy that has them.
     """
     _check_routers(recipe, shape)
     for role, spec in roles_of(recipe).items():
-        own = (loaded or {}).get(role)
+        known = shapes_of(spec, recipe, loaded or {})
         other = spec.loads and (spec.values or spec.mesh == "engines")  # never of the policy's shape
-        if spec.mesh not in ("layout", "engines") or (own is None and other):
+        if spec.mesh not in ("layout", "engines") or (not known and other):
             continue
-        layout, own_shape = spec.placed_by(recipe).layout, own or shape
-        workers = len(ranks_of(recipe, pool_of(recipe, role)))
-        if deep := misfit_stages(own_shape.num_layers, layout.pp, layout.pp_schedule):
-            raise RecipeError(f"{ROLES[role].key}.{deep}", key=f"{ROLES[role].key}.layout.pp")
-        for axis, found in (("tp", misfit), ("ep", experts_misfit)):
-            wrong, size = found(own_shape, getattr(layout, axis)), getattr(layout, axis)
-            if wrong:
-                right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not found(own_shape, n)]
-                values = f"on {workers} workers {axis} may be {', '.join(right)}"
-                key = f"{ROLES[role].key}.layout.{axis}"
-                raise RecipeError(f"{key} = {size} does not divide {wrong}; {values}", key=key)
-        wrong = ulysses_misfit(own or shape, layout.cp, layout.tp) if layout.cp_style == "ulysses" else ""
+        for own_shape in known or [shape]:
+            _check_divides(recipe, role, own_shape)
+
+
+def shapes_of(spec: RoleSpec, recipe: Recipe, loaded: Mapping[str, DecoderShape]) -> list[DecoderShape]:
+    """Return the shapes of the models that a role loads; empty: none, or not known. loaded: as of ``check_shape``."""
+    return [loaded[key] for key in spec.paths(recipe) if key in loaded]
+
+
+def _check_divides(recipe: Recipe, role: str, shape: DecoderShape) -> None:
+    """Raise RecipeError unless a model of this shape divides over the layout of a role."""
+    key, layout = ROLES[role].key, ROLES[role].placed_by(recipe).layout
+    workers = len(ranks_of(recipe, pool_of(recipe, role)))
+    if deep := misfit_stages(shape.num_layers, layout.pp, layout.pp_schedule):
+        raise RecipeError(f"{key}.{deep}", key=f"{key}.layout.pp")
+    for axis, found in (("tp", misfit), ("ep", experts_misfit)):
+        wrong, size = found(shape, getattr(layout, axis)), getattr(layout, axis)
         if wrong:
-            divisors = [n for n in range(1, layout.cp + 1) if layout.cp % n == 0]
-            right = [str(n) for n in divisors if not ulysses_misfit(own or shape, n, layout.tp)]
-            key = f"{ROLES[role].key}.layout.cp"
-            values = f'cp_style = "ring" takes any heads, or cp may be {", ".join(right)}'
-            raise RecipeError(f"{key} = {layout.cp} does not divide {wrong}; {values}", key=key)
+            right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not found(shape, n)]
+            values = f"on {workers} workers {axis} may be {', '.join(right)}"
+            raise RecipeError(
+                f"{key}.layout.{axis} = {size} does not divide {wrong}; {values}", key=f"{key}.layout.{axis}"
+            )
+    wrong = ulysses_misfit(shape, layout.cp, layout.tp) if layout.cp_style == "ulysses" else ""
+    if wrong:
+        divisors = [n for n in range(1, layout.cp + 1) if layout.cp % n == 0]
+        right = [str(n) for n in divisors if not ulysses_misfit(shape, n, layout.tp)]
+        values = f'cp_style = "ring" takes any heads, or cp may be {", ".join(right)}'
+        raise RecipeError(f"{key}.layout.cp = {layout.cp} does not divide {wrong}; {values}", key=f"{key}.layout.cp")
 
 
 def _check_routers(recipe: Recipe, shape: DecoderShape) -> None:
@@ -336,14 +347,14 @@ def per_rank(
 ) -> list[RankPlan]:
     """Return the predicted memory of each worker, for sequences of at most ``longest`` tokens.
 
-    generates: True if the run has a rollout engine. loaded: role -> shape of its model if that is not the policy's; and
-    that of the drafting model (``DRAFTER``). Raises RecipeError, see ``place`` and ``check_shape``.
+    generates: True if the run has a rollout engine. loaded: key of a path -> shape of its model if that is not the
+    policy's; that of the drafting model (``DRAFTER``) too. Raises RecipeError, see ``place`` and ``check_shape``.
     """
     placed = place(recipe, generates=generates)
     check_shape(recipe, shape, loaded)
     shapes = loaded or {}
     seats = {
-        role: _seats(recipe, role, p, shapes.get(role, shape), longest, shapes.get(DRAFTER))
+        role: _seats(recipe, role, p, shapes_of(ROLES[role], recipe, shapes) or [shape], longest, shapes.get(DRAFTER))
         for role, p in placed.items()
     }
     workers = []
@@ -354,7 +365,12 @@ def per_rank(
 
 
 def _seats(
-    recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, drafter: DecoderShape | None
+    recipe: Recipe,
+    role: str,
+    placed: Placed,
+    shapes: Sequence[DecoderShape],
+    longest: int,
+    drafter: DecoderShape | None,
 ) -> dict[int, Seat]:
     spec = ROLES[role]
 
@@ -362,8 +378,12 @@ def _seats(
     def need(rank: int) -> tuple[int, Need]:
         if spec.memory is None:
             return 0, Need(())
-        part = ShardFactors(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, rank)
-        return part.elements, resolve(spec.memory)(recipe, part._replace(drafter=drafter), longest)
+        parts = [
+            ShardFactors(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, rank)
+            for shape in shapes
+        ]
+        needs = [resolve(spec.memory)(recipe, part._replace(drafter=drafter), longest) for part in parts]
+        return sum(part.elements for part in parts), alternating(needs)
 
     mesh = placed.mesh  # copies need the same
     return {rank: Seat(role, mesh.at(rank), *need(mesh.along(rank, *mesh.copies)[0])) for rank in placed.ranks}

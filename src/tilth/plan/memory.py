@@ -34,8 +34,8 @@ CUDA = 500 * 2**20
 """Bytes of a process's CUDA context with loaded kernels (approximate; published measurements)."""
 CERTAIN = ("parameters", "optimizer state", "model", "weights")
 """Suffixes of names of items whose size does not depend on the data."""
-DRAFTER = "rollout.draft"
-"""The drafting model's name among shapes of loaded models, which are named by their roles."""
+DRAFTER = "rollout.draft.path"
+"""Key of the drafting model, whose shape is among those of loaded models, by the keys of their paths."""
 
 
 class Memory(NamedTuple):
@@ -93,6 +93,19 @@ def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE
     return Memory(tuple(held), working, speaking, max((need.gradients for need in needs), default=0))
 
 
+def alternating(needs: Sequence[Need]) -> Need:
+    """Return the need of one role with several models on one rank, of which one computes at a time."""
+    held = dict[str, Item]()
+    for item in (item for need in needs for item in need.held):
+        held[item.name] = item._replace(bytes=item.bytes + (held[item.name].bytes if item.name in held else 0))
+    return Need(
+        tuple(held.values()),
+        max(need.gradients for need in needs),
+        max((need.training for need in needs), key=total),
+        max((need.generation for need in needs), key=total),
+    )
+
+
 def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Return the need of the policy on one rank."""
     own, head = cut.learned * FP32, not recipe.flow_spec.value
@@ -138,7 +151,8 @@ def critic_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 def reference_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Return the need of the reference on one rank, which only scores. One with a path is not saved."""
     held = [Item("reference model", cut.elements * FP32)]
-    copy = [] if recipe.reference.path else [_saved_copy(cut, held, "reference's copy being saved")]
+    given = recipe.reference.path or recipe.reference.teachers
+    copy = [] if given else [_saved_copy(cut, held, "reference's copy being saved")]
     return Need((*held, *copy), training=scoring(recipe, cut, longest))
 
 

@@ -24,9 +24,9 @@ from tilth.core.layout import Mesh
 from tilth.plan.batch import RowCosts
 from tilth.plan.costs import Costs
 from tilth.plan.devices import DeviceType
-from tilth.plan.layout import Placed, check_shape, cut, replica_counts
+from tilth.plan.layout import Placed, check_shape, cut, replica_counts, shapes_of
 from tilth.plan.mapping import MappingProblem, Option, Options, RoleMapping, search
-from tilth.plan.memory import BASE, CUDA, DRAFTER, TOKEN, Need
+from tilth.plan.memory import BASE, CUDA, DRAFTER, TOKEN, Need, alternating
 from tilth.plan.pipeline import chunks_of
 from tilth.plan.schedule import ranks_held
 from tilth.plan.shape import DecoderShape, parameters, token_flops
@@ -53,11 +53,11 @@ STAGES = ("generate", "prepare", "train", "sync")
 class SearchInput:
     """A recipe whose roles look for devices of one type.
 
-    longest: tokens of the longest sequence. loaded: role -> shape of its model if that is not the policy's. generates:
-    True if the run has engines. whole: no device may be left over. tried: False for a layout to leave out. costs:
-    measured of the policy on one device, in place of the type's rate. lengths: tokens of some of the sequences that
-    roles learn from, int64 [n], in the order of their data: times are those of steps of such sequences, and layouts
-    with hdp are tried too, which must hold the longest of them; None: all sequences are at their longest.
+    longest: tokens of the longest sequence. loaded: key of a path -> shape of its model if that is not the policy's.
+    generates: True if the run has engines. whole: no device may be left over. tried: False for a layout to leave out.
+    costs: measured of the policy on one device, in place of the type's rate. lengths: tokens of some of the sequences
+    that roles learn from, int64 [n], in the order of their data: times are those of steps of such sequences, and
+    layouts with hdp are tried too, which must hold the longest of them; None: all sequences are at their longest.
     """
 
     recipe: Recipe
@@ -214,16 +214,20 @@ def policy_options(given: SearchInput) -> list[Option]:
 
 
 def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]) -> Iterator[Option]:
-    """Yield what each layout of a role on a pool costs, simplest layouts first."""
-    spec, shape = given.roles[role], given.loaded.get(role, given.shape)
-    bare = _alone(given, devices)
+    """Yield what each layout of a role on a pool costs, simplest layouts first; of several models the time of the
+    largest one."""
+    spec = given.roles[role]
+    shapes = sorted(shapes_of(spec, given.recipe, given.loaded) or [given.shape], key=parameters)
+    shape, bare = shapes[-1], _alone(given, devices)
     for layout in filter(given.tried, _layouts(given, spec, devices)):
         recipe = bare.replaced(spec.key, layout=layout)
         placed = Placed("", tuple(range(devices)), Mesh.of(layout.meshed(devices), tuple(range(devices))))
         try:
             check_cluster(recipe)
             check_shape(recipe, given.shape, given.loaded)
-            part = _part(given, recipe, role, placed, shape)._replace(drafter=given.loaded.get(DRAFTER))
+            drafter = given.loaded.get(DRAFTER)
+            parts = [_part(given, recipe, role, placed, own)._replace(drafter=drafter) for own in shapes]
+            part = parts[-1]
             share_of(given, recipe, role, placed, shape)
         except (RecipeError, ScheduleError, PlanError):  # this layout cannot run
             continue
@@ -233,7 +237,8 @@ def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]
         for rows in _batches(given, spec, placed):
             if rows:
                 recipe = recipe.replaced("rollout", max_rows=rows)
-            need: Need = resolve(spec.memory)(recipe, part, given.longest) if spec.memory else Need(())
+            needs = [resolve(spec.memory)(recipe, one, given.longest) if spec.memory else Need(()) for one in parts]
+            need = alternating(needs)
             costs = _seconds(given, recipe, role, placed, shape, part, talks, beside)
             seconds = tuple(costs.get(name, 0.0) for name in STAGES)
             held = sum(item.bytes for item in need.held if not (item.host and given.device.gpu))

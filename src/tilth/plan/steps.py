@@ -99,7 +99,7 @@ def plan_run(
     """Plan a run from its recipe, the model's shape, the sizes of the data and the longest prompt in tokens.
 
     Flow pretrain: train_prompts and heldout_prompts count pieces of at most the context. generates: True if the run has
-    a rollout engine. loaded: role -> shape of its model if that is not the policy's.
+    a rollout engine. loaded: key of a path -> shape of its model if that is not the policy's.
     """
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
     critic, pretrain = recipe.flow_spec.critic, recipe.flow_spec.learns == "documents"

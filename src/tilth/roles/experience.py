@@ -36,6 +36,8 @@ CHUNK_TOKENS = "chunk_tokens"
 """Payload column of a teacher with another tokenizer: tokens of the policy in the chunk of each, float32; 0 in none."""
 UNALIGNED = "unaligned"
 """Row column: tokens that the policy chose and that are in no chunk, int32."""
+TEACHER_KL = "teacher_kl"
+"""Row column: log p - log q summed over the tokens that the policy chose, q of the row's own teacher, float64."""
 OUTCOME = "outcome"
 """Row column of the verifier's result; reward shaping never changes it."""
 

@@ -1,20 +1,23 @@
-"""Reference role of distillation from a teacher with another tokenizer: its log-probs over chunks of equal text.
+"""Reference role of distillation from several teachers, or from one with another tokenizer: log-probs over chunks of
+equal text.
 
 Of a chunk the policy's log-prob is log p, the sum over its tokens, and the teacher's log q. The gradient of
 KL(policy || teacher) over chunks is that of each of the policy's tokens times log p - log q of its chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tilth.cluster.protocol import transfer
-from tilth.core.batch import Batch, Column, Jagged
+from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.data.alignment import AlignedChunk, Translator
-from tilth.plan.batch import RowTable
-from tilth.roles.experience import CHUNK_TOKENS, UNALIGNED, put_like, put_mask
+from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan, RowTable
+from tilth.roles.experience import CHUNK_TOKENS, TEACHER_KL, UNALIGNED, put_like, put_mask
 from tilth.roles.reference import ReferenceWorker
+from tilth.roles.state import Groups, Stateful, weights_group
 from tilth.trace.spans import span
 
 _CHUNKS = "chunks"
@@ -62,6 +65,62 @@ class TeacherWorker(ReferenceWorker):
             batch = put_like(batch, self.store, CHUNK_TOKENS, sizes, tokens)
             batch = put_mask(batch, self.store, "mask", kept, tokens)
             return batch.with_rows(**{UNALIGNED: np.array([row.sum() for row in lost.rows()], np.int32)})
+
+
+class TeachersWorker(Stateful):
+    """Several teachers. A call names the one that its rows follow; the others compute nothing. ``translated``,
+    ``logprobs`` of what that returns, and ``aligned`` are one pass."""
+
+    def __init__(self, teachers: Mapping[str, ReferenceWorker]) -> None:
+        first = next(iter(teachers.values()))
+        super().__init__(first.sharded)
+        self.teachers, self.store = teachers, first.store
+        self.aligns = any(isinstance(one, TeacherWorker) for one in teachers.values())
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Limits of micro-batches that each of them can compute."""
+        every = [one.limits for one in self.teachers.values()]
+        return replace(every[0], share=all(one.share for one in every), in_step=any(one.in_step for one in every))
+
+    def groups(self) -> Groups:
+        return {f"reference.{name}": weights_group(one.sharded) for name, one in self.teachers.items()}
+
+    @transfer(split="rows", gather="rows", reads=True)
+    def translated(self, batch: Batch, teacher: str) -> Batch:
+        """Return the rows in the teacher's tokens, or as they are if those are the policy's. Raises DataError."""
+        one = self.teachers[teacher]
+        return one.translated(batch) if isinstance(one, TeacherWorker) else batch
+
+    @transfer(split="plan", gather="rows", reads=True)
+    def logprobs(self, batch: Batch, teacher: str, *, plan: MicroBatchPlan | None = None) -> Batch:
+        """Add ``ref_logprobs`` of one teacher."""
+        return self.teachers[teacher].logprobs(batch, plan=plan)
+
+    @transfer(split="rows", gather="rows", reads=True)
+    def aligned(self, batch: Batch, theirs: Batch, teacher: str) -> Batch:
+        """Add ``ref_logprobs``, and the row ``teacher_kl``: the sum of log p - log q over the policy's tokens.
+
+        With a teacher that has another tokenizer also what ``TeacherWorker.aligned`` adds, to rows of each teacher.
+        """
+        one = self.teachers[teacher]
+        if isinstance(one, TeacherWorker):
+            batch = one.aligned(batch, theirs)
+        else:
+            batch = batch.with_payload(ref_logprobs=theirs.payload["ref_logprobs"])
+            if self.aligns:
+                batch = _alone(batch, self.store)
+        columns = batch.read(self.store, "mask", "old_logprobs", "ref_logprobs")
+        mask, ours, said = columns.values()
+        gaps = Jagged(np.where(mask.values != 0, ours.values - said.values, 0.0), mask.offsets)
+        return batch.with_rows(**{TEACHER_KL: np.array([row.sum() for row in gaps.rows()], np.float64)})
+
+
+def _alone(batch: Batch, store: Store) -> Batch:
+    """Add to rows of a teacher with the policy's tokens that each token is a chunk of its own."""
+    mask = batch.read(store, "mask")["mask"]
+    batch = put_like(batch, store, CHUNK_TOKENS, (mask.values != 0).astype(np.float32), mask)
+    return batch.with_rows(**{UNALIGNED: np.zeros(len(batch), np.int32)})
 
 
 def shares(chunks: Jagged, own: Jagged, theirs: Jagged) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.storage import is_url
-from tilth.config.roles import ROLES
+from tilth.config.roles import ROLES, roles_of
 from tilth.config.schema import LoraConfig, Recipe
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.core.files import make_folder, rename, writing
@@ -98,13 +98,16 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
     return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
 
 
-def load_of_role(role: str, recipe: Recipe, load: Callable[[str, str], LoadedModel]) -> LoadedModel:
-    """Load the model that a role loads from a path. ModelError names the key of the path."""
-    spec = ROLES[role]
-    try:
-        return load(spec.path(recipe), spec.group)
-    except ModelError as error:
-        raise ModelError(f"{spec.loads}: {error}", key=spec.loads) from error
+def models_of_roles(recipe: Recipe, load: Callable[[str, str], LoadedModel]) -> dict[str, LoadedModel]:
+    """Return key of a path -> its model, for those that roles load. ModelError names the key."""
+    found = dict[str, LoadedModel]()
+    for spec in roles_of(recipe).values():
+        for key, path in spec.paths(recipe).items():
+            try:
+                found[key] = load(path, spec.group)
+            except ModelError as error:
+                raise ModelError(f"{key}: {error}", key=key) from error
+    return found
 
 
 def load_drafter(recipe: Recipe, load: Callable[[str, str], LoadedModel]) -> LoadedModel:
