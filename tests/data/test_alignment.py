@@ -12,7 +12,8 @@ from tokenizers import processors
 
 from tests.errors import raises
 from tilth.core.errors import DataError
-from tilth.data.alignment import AlignedChunk, Translator, align
+from tilth.data import alignment
+from tilth.data.alignment import AlignedChunk, Translator, align, boundaries
 from tilth.data.tokenizer import TURN, Tokenizer
 
 LETTERS = ["a", "b", " ", "1", "e\u0301", "\u0301", "שלום", "ע", "مرحبا", "👍🏽", "👩\u200d👧", "é", "中", "\n"]
@@ -81,6 +82,56 @@ def test_special_tokens_and_bytes_that_are_no_text_are_in_no_chunk():
     torn = [a, *own.encode("中")[:1], b]
     assert align(own, torn, other, other.encode("a\ufffdb")) == [AlignedChunk(0, 1, 0, 1)]
     assert align(own, [a, b], other, other.encode("ba")) == []
+
+
+def plainly(tokenizer, ids):
+    """What ``boundaries`` returns, by decoding all since the last place at each token."""
+    text, found, before, head = tokenizer.decode(ids), [(0, 0)], 0, ""
+    for count in range(1, len(ids) + 1):
+        (start, at), piece = found[-1], tokenizer.decode(ids[before:count])
+        new = piece[len(head) :]
+        if piece.startswith(head) and not new.endswith("\ufffd") and text.startswith(new, at):
+            before, head = start, tokenizer.decode(ids[start:count])
+            found.append((count, at + len(new)))
+    return text, found
+
+
+def by_bytes():
+    """A tokenizer that writes characters it lacks byte by byte, as Gemma's."""
+    vocabulary = {"<pad>": 0, "</s>": 1, **{f"<0x{i:02X}>": i + 2 for i in range(256)}, "a": 258, "b": 259}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    core.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    return Tokenizer(core, "</s>", "<pad>")
+
+
+FALLBACK = by_bytes()
+TORN = {"lone": "é".encode()[1:], "cut": "中".encode()[:2], "whole": "é".encode(), "letter": b"a"}
+
+
+@given(st.lists(st.sampled_from(sorted(TORN)), max_size=12), st.booleans())
+def test_places_in_bytes_that_are_no_text_are_those_of_the_plain_way(parts, fallback):
+    tokenizer = FALLBACK if fallback else trained(260, "ab ab 1 é שלום")
+    alone = {as_bytes(tokenizer, [i])[0]: i for i in range(4, 260)} if not fallback else {}
+    said = b"".join(TORN[part] for part in parts)
+    ids = [int(b) + 2 if fallback else alone[bytes([b])] for b in said]
+    assert boundaries(tokenizer, ids) == plainly(tokenizer, ids)
+
+
+@pytest.mark.parametrize("said", [b"\xa9", "中".encode()[:2], "é".encode()], ids=str)
+@pytest.mark.parametrize("fallback", [True, False])
+def test_bytes_that_are_no_text_are_decoded_a_few_times_each(monkeypatch, said, fallback):
+    tokenizer, decoded, decode = FALLBACK if fallback else trained(260, "ab ab 1 é שלום"), [0], Tokenizer.decode
+    alone = {} if fallback else {as_bytes(tokenizer, [i])[0]: i for i in range(4, 260)}
+    ids = [int(b) + 2 if fallback else alone[bytes([b])] for b in said * 300 + b"\xa9"]
+    ids += [258, 259] if fallback else tokenizer.encode("ab")
+
+    def counting(self, ids, special=False):
+        decoded[0] += len(list(ids))
+        return decode(self, ids, special)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    assert len(ids) in dict(boundaries(tokenizer, ids)[1])
+    assert decoded[0] < 12 * len(ids)
 
 
 # ---- translation ----
@@ -206,8 +257,9 @@ def test_what_ends_a_completion_becomes_what_ends_one_there():
 
 
 @pytest.mark.parametrize("whose", ["policy", "teacher"])
-def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused(whose):
+def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused(whose, monkeypatch):
     """As SentencePiece does for Llama 2: "2+2=" and "12" apart would be read as "2+2= 12"."""
+    monkeypatch.setattr(alignment, "_Continuations", lambda tokenizer: pytest.fail("decoded a whole vocabulary"))
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
     core.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
@@ -216,4 +268,5 @@ def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused(whose):
     spaced, plain = Tokenizer(core, "</s>", "<pad>"), Tokenizer.train(["2+2= 12 ab"] * 3, 260)
     with raises(DataError, f"align.{whose}"):
         Translator(*((spaced, plain) if whose == "policy" else (plain, spaced)), 9)
+    monkeypatch.undo()
     Translator(plain, Tokenizer.characters("ab12"), 9)

@@ -4,6 +4,7 @@ Chunks of equal text are what two models with different tokenizers can be compar
 arXiv 2503.20083, section 3).
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice, pairwise, takewhile
@@ -28,6 +29,11 @@ class AlignedChunk(NamedTuple):
         return AlignedChunk(self.start + by, self.end + by, self.other_start + other_by, self.other_end + other_by)
 
 
+_CHARACTER = 4
+"""Most tokens that one character is written in: bytes of UTF-8."""
+_TEXT = re.compile(f"[^{NO_TEXT}]")
+
+
 def boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of ids without special tokens, and (tokens, characters) before each place between two tokens that
     lies between two characters, (0, 0) first.
@@ -35,9 +41,16 @@ def boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[tupl
     Inside a character that several tokens share, and after bytes that are no text, is no such place.
     """
     text, found = tokenizer.decode(ids), [(0, 0)]
-    before, head = 0, ""
+    before, head, torn, most = 0, "", 0, 0
     for count in range(1, len(ids) + 1):
         start, at = found[-1]
+        if count - start > _CHARACTER:  # bytes that are no text: the next place is behind all that ``text`` has here
+            if count - start == _CHARACTER + 1:
+                torn = len(text) - at if (end := _TEXT.search(text, at)) is None else end.start() - at
+                most = _characters(tokenizer, ids[start : count - 1])
+            most += _characters(tokenizer, ids[count - 1 : count])
+            if most <= torn or tokenizer.decode(ids[count - _CHARACTER : count]).endswith(NO_TEXT):
+                continue
         # With the piece before it, since decoders treat the first token of a text in a way of its own.
         piece = tokenizer.decode(ids[before:count])
         new = piece[len(head) :]
@@ -45,6 +58,11 @@ def boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[tupl
             before, head = start, tokenizer.decode(ids[start:count])
             found.append((count, at + len(new)))
     return text, found
+
+
+def _characters(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """Return the most characters that these tokens can stand for."""
+    return sum(len(tokenizer.decode([id])) or 1 for id in ids)
 
 
 def align(own: Tokenizer, ids: Sequence[int], other: Tokenizer, others: Sequence[int]) -> list[AlignedChunk]:
@@ -103,14 +121,14 @@ class Translator:
         self._written = _counterparts(own, other)
         stops = {stop: self._written[stop] for stop in own.stop_ids}
         self._chosen = self._written | {s: i if i in other.stop_ids else other.eos_id for s, i in stops.items()}
-        self._longer, self._other_longer = _Continuations(own), _Continuations(other)
-        for whose, tokenizer, texts in (("policy", own, self._longer), ("teacher", other, self._other_longer)):
-            if (character := texts.character()) and not _joins(tokenizer, character):
+        for whose, tokenizer in (("policy", own), ("teacher", other)):
+            if (character := _character(tokenizer)) and not _joins(tokenizer, character):
                 raise DataError(
                     f"the {whose}'s tokenizer writes a space before every text, so the parts of a sequence are not the "
                     "text of the whole; use one that does not (byte-level, as of Llama 3 or Qwen)",
                     key=f"align.{whose}",
                 )
+        self._longer, self._other_longer = _Continuations(own), _Continuations(other)  # slow: it decodes all tokens
         self._special = np.array(sorted({*own.special().values(), *own.stop_ids, own.pad_id}), np.int64)
 
     def translate(self, ids: np.ndarray, mask: np.ndarray) -> Translation:
@@ -194,10 +212,6 @@ class _Continuations:
         self._texts = {id: text for id in ids if NO_TEXT not in (text := tokenizer.decode([id])) and text}
         self._sorted, self._known = sorted(set(self._texts.values())), dict[str, frozenset[str]]()
 
-    def character(self) -> str:
-        """Return a text of one character that is no space; empty if there is none."""
-        return next((text for text in self._sorted if len(text) == 1 and not text.isspace()), "")
-
     def after(self, id: int) -> frozenset[str]:
         """Return what stands behind the text of a token in the longer tokens that begin with it."""
         text = self._texts.get(id, NO_TEXT)
@@ -206,6 +220,12 @@ class _Continuations:
             longer = takewhile(lambda other: other.startswith(text), islice(self._sorted, first, None))
             self._known[text] = frozenset(other[len(text) :] for other in longer)
         return self._known[text]
+
+
+def _character(tokenizer: Tokenizer) -> str:
+    """Return a character that is a token and no space; empty if there is none."""
+    texts = (tokenizer.decode([id]) for id in sorted(tokenizer.vocabulary().values()))
+    return next((text for text in texts if len(text) == 1 and text.isprintable() and text not in (" ", NO_TEXT)), "")
 
 
 def _joins(tokenizer: Tokenizer, character: str) -> bool:
