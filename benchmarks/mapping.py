@@ -45,7 +45,7 @@ def asked(model: str, gpus: int) -> SearchInput:
         "cluster": {"backend": "ray"},
     })  # fmt: skip
     shape = new_config(recipe.model, 32_000)
-    return SearchInput(recipe, shape, 2048, MACHINE, gpus, loaded={"reward_model": shape})
+    return SearchInput(recipe, shape, 2048, MACHINE, gpus, loaded={"reward.model": shape})
 
 
 def published_layouts(layout: LayoutConfig) -> bool:

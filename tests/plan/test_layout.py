@@ -333,7 +333,7 @@ def test_a_reference_of_its_own_scores_in_little():
 def test_models_of_their_own_count_by_their_own_shape():
     asked = load_recipe("chain-fapo", ["judge.path=x"])
     policy, judge = new_config(asked.model, 30), new_config(asked.model, 3000)
-    (worker,) = per_rank(asked, policy, 64, loaded={"judge": judge})
+    (worker,) = per_rank(asked, policy, 64, loaded={"judge.path": judge})
     seat = next(seat for seat in worker.seats if seat.role == "judge")
     held = {item.name: item.bytes for item in seat.need.held}
     assert held["judge's weights"] == 4 * parameters(judge) == 4 * seat.elements and held["judge's KV cache"] > 0

@@ -212,10 +212,14 @@ def active(tmp_path):
 
 
 def test_every_key_that_makes_another_run_is_refused_with_its_reason(active):
-    assert OTHER.keys() | {"critic.lora", "model.dropout"} == FIXED.keys()
+    teachers = {"reference.teachers", "reference.field"}
+    assert OTHER.keys() | teachers | {"critic.lora", "model.dropout"} == FIXED.keys()
     check(shape(), shape("model.dropout=0.1"), {"model.dropout": "it may change, though its section may not"})
     with raises(RecipeError, "critic.lora.rank"):
         check(shape(), shape(), {"critic.lora.rank": "critic.lora.rank was 2 and is 4"})
+    for key in ("reference.teachers.l.path", "reference.field"):
+        with raises(RecipeError, key):
+            check(shape(), shape(), {key: f"{key} was a and is b"})
     for fixed, override in OTHER.items():
         with pytest.raises(RecipeError) as refused:
             guard.update(GuardUpdateCommand(active, [override], now=False))
