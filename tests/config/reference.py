@@ -2,7 +2,7 @@
 
 from tilth.config.keys import Key, entries_of, keys, sections
 from tilth.config.load import SHIPPED, dump_value, names
-from tilth.config.schema import DraftConfig, LayoutConfig, LoraConfig, MixtureSource
+from tilth.config.schema import DraftConfig, LayoutConfig, LoraConfig, MixtureSource, TeacherConfig
 
 INTRODUCTION = """\
 # Recipes
@@ -36,6 +36,10 @@ adapters for PEFT; `model.adapter=OUT` begins with them."""
 DRAFTS = """\
 Entries of `rollout.draft`, where `rollout.speculate` is not off: [more](packages/engines.md#speculation)."""
 
+TEACHERS = """\
+Entries of a table of `reference.teachers`, such as `reference.teachers.maths.path`. A prompt follows the teacher of its
+source: [more](algorithms.md#several-teachers)."""
+
 MIXTURE = """\
 Entries of a table of `[[data.mixture]]`. Which sample stands at a position of a run is a pure function of seed and
 position: [more](packages/data.md#mixtures)."""
@@ -50,6 +54,7 @@ def reference() -> str:
         own = [k for k in table.values() if k.name.startswith(f"{name}.")]
         parts.append(_section(f"[{name}]", section.__doc__ or "", own))
     parts.append(_section("Sources of a mixture", MIXTURE, entries_of(MixtureSource)))
+    parts.append(_section("Teachers", TEACHERS, entries_of(TeacherConfig)))
     parts.append(_section("Layouts", LAYOUTS, entries_of(LayoutConfig)))
     parts.append(_section("Adapters", ADAPTERS, entries_of(LoraConfig)))
     parts.append(_section("Drafts", DRAFTS, entries_of(DraftConfig)))

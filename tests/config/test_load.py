@@ -18,7 +18,16 @@ from tilth.config.checks import profiled
 from tilth.config.errors import PluginError, RecipeError, TilthError
 from tilth.config.flows import FLOWS
 from tilth.config.keys import entries, keys
-from tilth.config.load import _work, check_allowed, digest, dump_toml, from_dict, load_recipe, parse_overrides
+from tilth.config.load import (
+    _work,
+    check_allowed,
+    digest,
+    dump_toml,
+    dump_value,
+    from_dict,
+    load_recipe,
+    parse_overrides,
+)
 from tilth.config.schema import Recipe
 
 OPTIMIZER_NAMES = "adamw, muon, lans, lamb, lars, adaalter"
@@ -153,6 +162,15 @@ def test_override_value(override, value):
 def test_overrides_merge_with_the_file_and_the_last_wins():
     recipe = load_recipe("addition-grpo", ["algorithm.steps=5", "algorithm.steps=6"])
     assert recipe.algorithm.steps == 6 and recipe.algorithm.advantage == "grpo_no_std"
+
+
+def test_an_override_of_a_named_table_has_the_type_of_its_key():
+    named = {"reference.path": "", "reference.field": "kind", "reference.teachers.maths.sources": "['a']"}
+    overrides = [f"{key}={value}" for key, value in named.items()]
+    found = load_recipe("distill", [*overrides, "reference.teachers.maths.path=7"])
+    assert [one.path for one in found.reference.teachers.values()] == ["7"]
+    dumped = f"reference.teachers={dump_value(found.dump()['reference']['teachers'])}"
+    assert load_recipe("distill", [*overrides[:2], dumped]) == found
 
 
 def test_parse_overrides_nests():
@@ -597,7 +615,9 @@ def test_pretraining_generates_nothing_so_its_context_may_be_short():
 
 def test_what_may_differ_is_named_by_a_key_a_section_or_a_part_of_a_name():
     check_allowed(["algorithm.steps", "policy.layout", "policy.layout.fsdp", "cluster", "data"])
+    check_allowed(["reference.teachers.maths.path", "roles.novelty.pool"])
     for names, hint in (
+        (["reference.teachers.maths.pat"], "did you mean reference.teachers?"),
         (["seed", "algorithm.step"], "did you mean algorithm.steps?"),
         ([""], "sections are model, data"),
     ):

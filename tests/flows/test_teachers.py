@@ -10,6 +10,7 @@ from tests.flows.test_teacher import LEARNS, ONCE, STUDENT, numbers, sampled
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.data.prompts import PromptSet
 from tilth.launch.build import followed_teachers
+from tilth.runs.readers import read_state
 from tilth.runs.signals import Interrupted
 
 TOKENS = {**LEARNS, "options": {}}
@@ -55,14 +56,20 @@ def by_teacher(record):
 
 
 def test_two_teachers_that_are_one_model_are_one_teacher_bit_for_bit(tmp_path, models, sources):
-    one = student(tmp_path / "one", sources, {"path": models["a"]}, train={"parity": True})
-    both = student(tmp_path / "both", sources, two(models["a"], models["a"]), train={"parity": True})
+    how, watcher = {"train": {"parity": True}}, tiny.Recorder()
+    one = student(tmp_path / "one", sources, {"path": models["a"]}, **how)
+    both = student(tmp_path / "both", sources, two(models["a"], models["a"]), [watcher], **how)
     assert tiny.weights(one) == tiny.weights(both)
     records = sampled(both)
     measured = [by_teacher(record) for record in records]
     assert tiny.same(records, sampled(one))
     assert all(m["reference/rows/l"] + m["reference/rows/h"] == 24 for m in measured)
     assert all(m["reference/rows/l"] == 4 * r["mixture/low"] for m, r in zip(measured, records))
+    keys = [f"reference.teachers.{name}.path" for name in "lh"]
+    inputs = read_state(both)["inputs"]
+    assert [inputs[key] for key in keys] == [read_state(one)["inputs"]["reference.path"]] * 2
+    assert [f"{key}: {inputs[key]}" for key in keys] == [m for m in watcher.messages if m.startswith("reference.t")]
+    assert not [*(both / "checkpoints").rglob("*reference*")]
 
 
 def test_a_run_with_two_tokenizers_goes_on_bit_for_bit(tmp_path, models, sources):
@@ -121,6 +128,7 @@ def test_on_two_data_ranks_it_is_the_same(tmp_path, models, sources):
         (two("x", "x", sources=("high", "higher")), "reference.teachers.h.sources.higher"),
         (two("x", "x", align="characters"), "reference.teachers.h.align"),
         ({"path": "x", "field": "kind"}, "reference.field.unused"),
+        ({"teachers": {"l!": {"path": "x", "sources": ("low", "high")}}}, "reference.teachers.l!.name"),
         ({}, "reference.path"),
     ],
 )

@@ -340,6 +340,27 @@ def test_models_of_their_own_count_by_their_own_shape():
     assert set(seat.need.held) <= set(worker.memory.held) and sum(i.bytes for i in seat.need.generation) > 0
 
 
+def test_each_of_several_teachers_is_held_and_one_scores_at_a_time():
+    named = "reference.teachers={a = {path = 'x', sources = ['p']}, b = {path = 'y', sources = ['q']}}"
+    asked = load_recipe("distill", ["reference.path=", "reference.field=kind", named])
+    policy, *shapes = (new_config(asked.model.model_copy(update={"hidden": n}), 30) for n in (96, 64, 192))
+    loaded = dict(zip(("reference.teachers.a.path", "reference.teachers.b.path"), shapes))
+
+    def need(given):
+        (worker,) = per_rank(asked, policy, 64, loaded=given)
+        return next(seat for seat in worker.seats if seat.role == "reference").need
+
+    both, small, large = (need(given) for given in (loaded, dict([*loaded.items()][:1]), dict([*loaded.items()][1:])))
+    assert {i.name: i.bytes for i in both.held} == {"reference model": 4 * sum(map(parameters, shapes))}
+    assert both.training == large.training != small.training
+    wide = new_config(asked.model.model_copy(update={"hidden": 96, "heads": 3}), 30)
+    workers = ["cluster.backend=local", "cluster.workers=2", "reference.layout.tp=2"]
+    split = load_recipe("distill", ["reference.path=", "reference.field=kind", named, *workers])
+    check_shape(split, policy, loaded)
+    with raises(RecipeError, "reference.layout.tp"):
+        check_shape(split, policy, loaded | {"reference.teachers.b.path": wide})
+
+
 def test_a_worker_without_a_role_and_one_that_generates_nothing():
     idle = workers_of("{train=1, spare=1}")[1]
     assert idle.seats == () and idle.memory.peak == BASE + 14 * TOKEN

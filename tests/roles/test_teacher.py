@@ -4,6 +4,7 @@ is not learned from."""
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +13,17 @@ import tilth.rl as rl
 from tests.roles import small
 from tests.roles.test_policy import reference
 from tilth.cluster.backends.inline import InlineStore
+from tilth.config.schema import Teacher as ChosenTeacher
 from tilth.core.batch import Jagged
 from tilth.data.alignment import Translator
 from tilth.data.tokenizer import Tokenizer
+from tilth.flows.teachers import each_by_its_own
 from tilth.models.decoder import Decoder
 from tilth.parallel.sharded import ShardedModel
 from tilth.roles.experience import CHUNK_TOKENS, UNALIGNED
-from tilth.roles.teacher import TeacherWorker, shares
+from tilth.roles.reference import ReferenceWorker
+from tilth.roles.teacher import TeachersWorker, TeacherWorker, shares
+from tilth.runs.metrics import Metrics
 from tilth.training.packed import packed_logprobs
 
 OTHERS = Tokenizer.train(["1+2=3 "], 260)
@@ -124,3 +129,64 @@ def test_a_teacher_s_own_tokens_are_scored_and_what_it_lacks_is_out_of_the_mask(
     ready = column(worker, whole, "advantages").values
     assert not ready[kept.values == 0].any() and ready[kept.values != 0].any()
     worker.update(whole, how)
+
+
+# ---- several ----
+
+
+class Counted(Decoder):
+    """A decoder that counts its passes."""
+
+    passes = 0
+
+    def forward(self, *args, **how):
+        self.passes += 1
+        return super().forward(*args, **how)
+
+
+def test_each_row_has_the_log_probs_of_its_own_teacher_and_the_others_compute_nothing():
+    worker = small.policy(InlineStore())
+    batch = worker.logprobs(small.experience(worker))
+    batch = batch.with_rows(prompt=np.arange(len(batch)) % 3)
+    models = []
+    for seed in (7, 8, 9):
+        models.append(Counted(small.config()))
+        models[-1].init_weights_(seed)
+    settings = {"temperature": worker.temperature, "micro_tokens": worker.engine.micro_tokens, "parity": False}
+    names = ("a", "b", "idle")
+    group = TeachersWorker(
+        {
+            name: ReferenceWorker(ShardedModel.alone(model.requires_grad_(False)), worker.store, **settings)
+            for name, model in zip(names, models)
+        }
+    )
+    followed, metrics = np.array([0, 1, 0], np.int16), Metrics()
+    teachers = [ChosenTeacher(name, "", "", False) for name in names]
+    found = each_by_its_own(batch, group, teachers, followed, metrics)
+    for name in batch.rows:
+        np.testing.assert_array_equal(found[name], batch[name], name)
+    columns = found.read(worker.store, "tokens", "mask", "old_logprobs", "ref_logprobs")
+    tokens, mask, own, said = columns.values()
+    mine, gaps, counts = followed[batch["prompt"]], {name: 0.0 for name in names}, dict.fromkeys(names, 0)
+    assert [model.passes > 0 for model in models] == [True, True, False]
+    for row, number in enumerate(mine):
+        ids, chosen = tokens.take(np.array([row])), mask.rows()[row]
+        alone = packed_logprobs(models[number], ids, chosen, max_tokens=4096, temperature=worker.temperature)
+        np.testing.assert_allclose(said.rows()[row], alone, atol=1e-5)
+        gaps[names[number]] += float((own.rows()[row] - alone)[chosen != 0].sum())
+        counts[names[number]] += int((chosen != 0).sum())
+    values = metrics.values()
+    for number, name in enumerate(names):
+        assert values[f"reference/rows/{name}"] == (mine == number).sum()
+        if counts[name]:
+            assert values[f"reference/kl/{name}"] == pytest.approx(gaps[name] / counts[name], abs=1e-5)
+            assert values[f"reference/unaligned/{name}"] == 0
+
+
+def test_a_batch_without_rows_has_the_columns_of_a_teacher():
+    worker = small.policy(InlineStore())
+    batch = worker.logprobs(small.experience(worker)).select(np.zeros(0, np.int64))
+    group = TeachersWorker({"a": reference(worker)})
+    teachers = [ChosenTeacher("a", "", "", False)]
+    found = each_by_its_own(batch, group, teachers, np.zeros(99, np.int16), Metrics())
+    assert len(found) == 0 and "ref_logprobs" in found.payload

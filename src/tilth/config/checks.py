@@ -365,6 +365,9 @@ def _teachers(recipe: Recipe) -> Refusals:
         yield "reference.path.teachers", "stands beside reference.teachers; make it one of them, or leave it out"
     for name, teacher in table.items():
         key = f"reference.teachers.{name}"
+        if not re.fullmatch(r"\w[\w-]*", name):
+            message = f"reference.teachers has {name!r}, which is no name of letters, digits, _ and -; rename it"
+            yield RecipeError(message, key=f"{key}.name")
         if not teacher.path:
             yield f"{key}.path", "is empty; name a run or a Hugging Face directory"
         if not teacher.sources:

@@ -56,12 +56,20 @@ def listed(table: Key | None) -> type[Section] | None:
     return kinds[0] if kinds and _is_section(kinds[0]) else None
 
 
+def _named(table: Key | None) -> type[Section] | None:
+    """Return the class of the entries of a table of named tables, such as ``roles``; None for any other key."""
+    kinds: tuple[Any, ...] = get_args(table.field.annotation) if table is not None else ()
+    return kinds[1] if len(kinds) == 2 and _is_section(kinds[1]) else None
+
+
 def find(name: str) -> Key | None:
-    """Return the key of this name, or the entry of a table with keys of its own (``policy.layout.fsdp``)."""
-    known = keys()
-    if name.startswith("roles.") and name.count(".") > 1:
-        role = ".".join(name.split(".")[:2])
-        known = {key.name: key for key in _walk(BroughtRole, f"{role}.")}
+    """Return the key of this name, or the entry of a table with keys of its own (``policy.layout.fsdp``,
+    ``roles.NAME.pool``)."""
+    known, parts = keys(), name.split(".")
+    for size in range(1, len(parts) - 1):
+        if kind := _named(known.get(".".join(parts[:size]))):
+            known = {key.name: key for key in entries_of(kind, f"{'.'.join(parts[: size + 1])}.")}
+            break
     table = known.get(name.rpartition(".")[0])
     if table is not None and (own := entries(table)):
         return {key.name: key for key in own}.get(name)

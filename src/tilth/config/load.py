@@ -327,7 +327,7 @@ def check_allowed(names: Iterable[str]) -> None:
     """Raise RecipeError for a name that is neither a key nor a section nor a prefix of one (``policy.layout``)."""
     known = {".".join(path[: i + 1]) for path in (name.split(".") for name in all_names()) for i in range(len(path))}
     for name in names:
-        if name not in known:
+        if name not in known and find(name) is None:
             near = difflib.get_close_matches(name, known, 1, 0.6)
             hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections())}"
             raise RecipeError(f"--allow {name or repr(name)}: no such key or section; {hint}", key="--allow")

@@ -449,10 +449,10 @@ class TeacherConfig(Section):
     sources: tuple[str, ...] = Field(
         (), description="names of sources of data.mixture, or values of reference.field, whose prompts follow it"
     )
-    align: Literal["", "tokens", "characters"] = Field(
-        "",
-        description="what is compared, where algorithm.options.align = characters: tokens of a teacher that has the "
-        "policy's; empty: as there",
+    align: Literal["auto", "tokens", "characters"] = Field(
+        "auto",
+        description="what is compared: tokens, of a teacher that has the policy's, or characters; auto: as "
+        "algorithm.options.align, which must be characters if a teacher's is",
     )
 
 
@@ -462,9 +462,9 @@ class ReferenceConfig(RoleSection):
     path: Annotated[str, Fixed("the KL penalty is towards this model")] = Field(
         "", description="run or Hugging Face directory with the same tokens; empty: the policy at the phase's start"
     )
-    teachers: Annotated[
-        dict[Annotated[str, Field(pattern=r"^\w[\w-]*$")], TeacherConfig], Fixed("its samples follow these models")
-    ] = Field({}, description="flow distill: [several teachers](#teachers) by name, in place of reference.path")
+    teachers: Annotated[dict[str, TeacherConfig], Fixed("its samples follow these models")] = Field(
+        {}, description="flow distill: [several teachers](#teachers) by name, in place of reference.path"
+    )
     field: Annotated[str, Fixed("it says which teacher a sample follows")] = Field(
         "", description="column of a record whose value names its teacher's source; empty: its source in data.mixture"
     )
