@@ -39,12 +39,12 @@ def sources(tmp_path_factory):
     return {"source": "", "mixture": tuple({"name": name, "source": file} for name, file in named.items())}
 
 
-def student(folder, data, reference, callbacks=(), prompts=None, **sections):
+def student(folder, data, reference, callbacks=(), prompts=None, reward=tiny.close_enough, **sections):
     algorithm = {**TOKENS, **sections.pop("algorithm", {})}
     made = tiny.recipe(
         folder, **{**STUDENT, "data": data, "reference": reference, "algorithm": algorithm, "run": ONCE, **sections}
     )
-    return tiny.run(made, callbacks=callbacks, prompts=prompts).directory
+    return tiny.run(made, callbacks=callbacks, prompts=prompts, reward=reward).directory
 
 
 def two(low, high, **more):
@@ -99,6 +99,21 @@ def test_a_field_of_the_record_chooses_the_teacher(tmp_path, models):
     followed, (train, held) = followed_teachers(made, prompts), prompts.split(made.data.holdout)
     assert [("odd", "even")[followed[i]] for i in train.rows] == [records[i]["kind"] for i in train.rows]
     assert (followed[held.rows] == -1).all()
+
+
+@pytest.mark.parametrize("rollout", [{}, {"staleness": 1}], ids=str)
+def test_a_run_without_a_reward_learns_what_one_with_a_reward_does(tmp_path, models, sources, rollout):
+    how = {"rollout": {"max_tokens": 6, **rollout}, "run": {**ONCE, "eval_every": 2}}
+    scored = student(tmp_path / "scored", sources, two(models["a"], models["b"]), **how)
+    free = student(tmp_path / "free", sources, two(models["a"], models["b"]), reward=None, **how)
+    assert tiny.weights(free) == tiny.weights(scored)
+    measured = {name for record in sampled(free) for name in record}
+    assert measured < {name for record in sampled(scored) for name in record}
+    assert {name for name in measured if name.startswith(("reward/", "groups/", "accuracy"))} == {
+        "reward/missing",
+        "reward/timeout",
+    }
+    assert not any(record["reward/missing"] for record in sampled(free))
 
 
 @pytest.mark.slow

@@ -76,9 +76,9 @@ class Evaluator:
     def evaluate(self) -> float | None:
         """Return accuracy or mean reward of greedy answers to the held-out prompts: the first of ``figures``.
 
-        None, and no metric, if nothing can be generated, nothing is held out or every reward is missing.
+        None, and no metric, if nothing can be generated or scored, nothing is held out or every reward is missing.
         """
-        if self.roles.rollout is None or not len(self.heldout):
+        if self.roles.rollout is None or not len(self.heldout) or self.sampler.unscored:
             return None
         self._refresh()
         with span("evaluate"), self.store.scope():

@@ -196,6 +196,8 @@ class Sampler:
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
         measure_rows(self.metrics, batch)
+        if self.unscored:
+            return batch.with_rows(reward=np.zeros(len(batch), np.float32))  # never read, but a missing one leaves out
         scored = batch.select(~np.isnan(batch["reward"]))
         kept = keep(scored) if keep is not None else np.ones(len(scored), bool)
         if keep is not None and len(scored):
@@ -219,6 +221,12 @@ class Sampler:
             scored, failures = self._answers(rollout, asked, greedy=greedy)
         self._measure_drafts(rollout, counted=not greedy)
         return self._completed(scored, failures, prefix or (REWARD if greedy else "reward"))
+
+    @property
+    def unscored(self) -> bool:
+        """True if nothing scores samples: the run learns from a teacher alone."""
+        models = self.roles.reward_model is not None or self.recipe.grades
+        return self.roles.reward is None and not models and not self.recipe.rollout.environment
 
     def _measure_drafts(self, rollout: WorkerGroup, *, counted: bool = True) -> None:
         """Add what drafts saved since the last call, if it is to be counted."""
@@ -246,7 +254,7 @@ class Sampler:
         if self.recipe.grades:
             scored = self._graded(scored)
         self.state.graded |= is_graded(scored)
-        missing = float(np.isnan(scored["reward"]).sum())
+        missing = 0.0 if self.unscored else float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
         if self.recipe.flow_spec.samples:

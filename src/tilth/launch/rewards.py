@@ -28,15 +28,26 @@ NEIGHBOURS = 20  # most records beside the chosen ones whose answers stand in fo
 
 
 def chosen_reward(recipe: Recipe, prompts: object = None, given: Spec | None = None) -> Spec | None:
-    """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), or an environment
-    gives it. prompts: data without a name, instead of the recipe's. Raises RewardError if nothing gives a reward."""
+    """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), an environment
+    gives it, or a teacher alone is learned from. prompts: data without a name, instead of the recipe's. Raises
+    RewardError if nothing gives a reward."""
     if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value or recipe.rollout.environment:
         return None
     model = recipe.reward.model or recipe.grades
     task = "" if prompts is not None or model else task_name(recipe)
     function = of_plugins(given or recipe.reward.function or task)
-    silent = not recipe.flow_spec.samples or model
+    silent = not recipe.flow_spec.samples or model or _taught(recipe)
     return function or (None if silent else _no_reward(recipe, prompts))
+
+
+def _taught(recipe: Recipe) -> bool:
+    """Return True if the run learns from a teacher, and from nothing that a reward returns."""
+    if not recipe.teaches:
+        return False
+    from tilth.rl.algorithm import Algorithm  # which imports torch
+
+    algorithm = Algorithm.of(recipe)
+    return not algorithm.estimator.reads_reward and not algorithm.parts
 
 
 def task_name(recipe: Recipe) -> str:
