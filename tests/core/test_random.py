@@ -21,6 +21,7 @@ from tilth.core.random import (
     fill_normal_,
     stream,
     stream_id,
+    uniform_parts,
     uniform_rows,
 )
 
@@ -349,6 +350,12 @@ def test_every_place_is_as_likely():
 def test_integers(seed, start, high):
     words = [oracle(seed, stream_id("i"), start + j) for j in range(20)]
     assert stream(seed, "i").integers(start, 20, high).tolist() == [w * high >> 32 for w in words]
+
+
+def test_parts_of_several_streams_are_drawn_at_once():
+    streams, counts = [stream(3, "parts", i) for i in range(5)], [1, 8, 0, 7, 1000]
+    drawn = uniform_parts(streams, counts)
+    assert all(torch.equal(own, one.uniform(0, n)) for own, one, n in zip(drawn, streams, counts, strict=True))
 
 
 @pytest.mark.parametrize("high", [0, -3, 2**31 + 1])

@@ -14,6 +14,7 @@ from tests.errors import raises
 from tilth.config.plugins import PluginError, compressor
 from tilth.core.errors import RecipeError
 from tilth.core.random import stream
+from tilth.models import row_product
 from tilth.parallel.compress import Compressor, compressor_of
 from tilth.parallel.quantise import dequantise, pack, quantise, unpack
 
@@ -132,10 +133,35 @@ def test_pack_and_unpack_any_number_of_values_at_any_offset(bits, count, offset,
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_rounding_moves_a_value_by_less_than_the_scale(bits):
     x, random = values(1001, heavy=True), stream(0, "step")
-    codes, scales = quantise(x, bits, 128, random)
-    back = dequantise(codes, scales, bits, 128, 1001)
-    assert len(scales) == 8 and ((back - x).abs() <= scales.repeat_interleave(128)[:1001] * (1 + 1e-5)).all()
+    (code,) = quantise([x], bits, 128, [random])
+    (back,) = dequantise([code], bits, 128, [1001])
+    scales = code[: 4 * 8].view(torch.float32)
+    assert ((back - x).abs() <= scales.repeat_interleave(128)[:1001] * (1 + 1e-5)).all()
     assert back.abs().max() == x.abs().max()  # the greatest of a group is kept
+
+
+@pytest.mark.parametrize("name", ["onebit", "topk", "dither", "dither2", "dither7", "dither8"])
+def test_kernels_have_the_bits_of_torch_s_functions_for_many_tensors_too(name, monkeypatch):
+    row_product.prepare()
+    if not row_product.ready():
+        pytest.skip("the kernels cannot be built here")
+    one = compressor_of("dither", {"group": 7}) if name == "dither7" else made(name)
+    counts = [1, 2, 7, 255, 256, 257, 300, 1000, 5001]
+    parts = [values(count, heavy=count % 2 > 0) for count in counts]
+    parts[4] *= 1e-38
+    parts[6][:200] = 0.0
+    parts[7] = parts[7].round()  # equal magnitudes
+    randoms = [stream(0, "step", i) for i in range(len(counts))]
+
+    def both():
+        codes = one.encode_each(parts, randoms)
+        return [code.clone() for code in codes], one.decode_each(codes, counts, randoms)
+
+    fast = both()
+    alone = [one.encode(x, random) for x, random in zip(parts, randoms)]
+    monkeypatch.setattr(row_product, "_library", None)
+    for found, plain, own in zip(zip(*fast), zip(*both()), alone):
+        assert torch.equal(found[0], own) and all(map(torch.equal, found, plain))
 
 
 # ---- what is refused ----

@@ -349,6 +349,16 @@ def uniform_rows(seed: int, ids: Tensor, start: int | Tensor, count: int) -> Ten
     return _Request(_uniform, torch.float32, seed, ids, torch.full_like(ids, start), start & 3).new(count)
 
 
+def uniform_parts(streams: Sequence[Stream], counts: Sequence[int], device: Device = "cpu") -> list[Tensor]:
+    """Draw ``uniform(0, count)`` of each stream, all of one seed, at once: float32 [count] each."""
+    blocks = torch.tensor([-(-count // 4) for count in counts])
+    ids = torch.tensor([stream.id for stream in streams]).repeat_interleave(blocks)
+    starts = torch.arange(len(ids)) - (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
+    seed = streams[0].seed if streams else 0
+    request = _Request(_uniform, torch.float32, seed, ids.to(device), 4 * starts.to(device), 0)
+    return [own[:count] for own, count in zip(request.new(4).view(-1).split((4 * blocks).tolist()), counts)]
+
+
 def fill_normal_(
     tensor: Tensor, stream: Stream, std: float = 1.0, box: Box | None = None, shape: Shape | None = None
 ) -> Tensor:

@@ -1,4 +1,5 @@
-"""Products of a few rows in a matrix library's order of sums (C++, built once for a machine).
+"""Products of a few rows in a matrix library's order of sums (C++, built once for a machine, with the kernels of
+``parallel.quantise``).
 
 In parity mode a row has the bits that it has in a block of 16 rows (``models.steady``), so a library computes 4 to 16
 rows for one. The order of the sums in such a block is simple: MKL adds fused multiply-adds one after another, up to
@@ -29,11 +30,13 @@ LEAST = 16
 """Inputs and outputs of a weight at least: one vector."""
 SHARED = 1 << 16
 """Elements of a weight from which on threads share a product."""
-SOURCE = Path(__file__).with_name("row_product.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("row_product.cpp", "coding.cpp")]
 FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
 ARGUMENTS = {
     "row_product": "ppppnnnni", "row_scores": "pppnnnnnni", "row_values": "pppnnnnnnni", "row_norm": "pppnnfi",
     "row_gated": "ppppnnnni", "row_softmax": "ppnn", "row_heads": "pppppppnnnnnfi", "row_pass": "ppppppppff",
+    "dither_encode": "pninni", "dither_decode": "pnini", "signs_encode": "pnpi", "signs_decode": "pni",
+    "greatest_encode": "pni",
 }  # fmt: skip
 """Function of the library -> its arguments: pointers, numbers, an int or a float."""
 _library: ctypes.CDLL | None = None
@@ -76,7 +79,7 @@ def _built() -> Path:
     if capability not in FLAGS or platform.system() == "Windows":
         raise ValueError(f"it needs AVX2 or AVX-512 and no Windows, here are {capability} and {platform.system()}")
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", *FLAGS[capability]]
-    compiler, source = get_cxx_compiler(), SOURCE.read_bytes()
+    compiler, source = get_cxx_compiler(), b"".join(path.read_bytes() for path in SOURCES)
     digest = f"{zlib.crc32(source + ' '.join([compiler, *flags]).encode()):08x}"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     built = root / f"tilth_row_product_{digest}.so"
@@ -84,7 +87,7 @@ def _built() -> Path:
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=root) as folder:  # processes of several machines may build at once
             made = Path(folder) / built.name
-            command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(made)]  # CXX="ccache g++"
+            command = [*shlex.split(compiler), *flags, *map(str, SOURCES), "-o", str(made)]  # CXX="ccache g++"
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             made.replace(built)
     return built

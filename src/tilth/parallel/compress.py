@@ -6,7 +6,7 @@ feedback uses it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tilth.config.plugins import call_declared, declared
 from tilth.config.roles import resolve
 from tilth.core.errors import PluginError, RecipeError
 from tilth.core.random import Stream, stream
-from tilth.parallel.quantise import dequantise, pack, quantise, unpack
+from tilth.parallel.quantise import dequantise, kernels_for, pack, quantise, table, unpack
 
 PROBED = 8
 """A declared compressor is tried with fewer values than this before training."""
@@ -45,23 +45,58 @@ class Compressor:
         """Return float32 [count] from a code, of a summed one its dtype; random: as in ``encode``."""
         raise NotImplementedError
 
+    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
+        """Return the codes of several contiguous tensors; a subclass may have fewer calls than one for each."""
+        return [self.encode(x, random) for x, random in zip(parts, randoms)]
 
-class OneBit(Compressor):
+    def decode_each(
+        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
+    ) -> Sequence[Tensor]:
+        """Return the values of several contiguous codes."""
+        return [self.decode(code, count, random) for code, count, random in zip(codes, counts, randoms)]
+
+
+class Batched(Compressor):
+    """Compressor that codes several tensors at once."""
+
+    def encode(self, x: Tensor, random: Stream) -> Tensor:
+        return self.encode_each([x.contiguous()], [random])[0]
+
+    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
+        return self.decode_each([code], [count], [random])[0]
+
+
+class OneBit(Batched):
     """Signs and the mean absolute value: n / 8 + 4 bytes. 0 has the sign of positive values."""
 
     def delta(self, count: int) -> float:
         return 1 / count  # ||x||_1^2 / (n ||x||_2^2), of a vector with a single value
 
-    def encode(self, x: Tensor, random: Stream) -> Tensor:
-        scale = x.abs().mean()[None]
-        return torch.cat([scale.view(torch.uint8), pack((x < 0).to(torch.uint8), 1)])
+    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
+        counts = [len(x) for x in parts]
+        scales = torch.stack([x.abs().mean() for x in parts])  # norms of order 1 would add up with less care
+        if (kernels := kernels_for(parts)) is not None:
+            lengths = [4 + -(-count // 8) for count in counts]
+            codes = torch.empty(sum(lengths), dtype=torch.uint8).split(lengths)
+            kernels.signs_encode(table(parts, codes), len(parts), scales.data_ptr(), torch.get_num_threads())
+            return codes
+        signs = [pack((x < 0).to(torch.uint8), 1) for x in parts]
+        return [torch.cat([scale.view(torch.uint8), own]) for scale, own in zip(scales.split(1), signs)]
 
-    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
-        return code[:4].clone().view(torch.float32) * (1 - 2 * unpack(code[4:], 1, count).float())
+    def decode_each(
+        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
+    ) -> Sequence[Tensor]:
+        if (kernels := kernels_for(codes)) is not None:
+            found = torch.empty(sum(counts)).split([*counts])
+            kernels.signs_decode(table(found, codes), len(codes), torch.get_num_threads())
+            return found
+        scales = [code[:4].clone().view(torch.float32) for code in codes]
+        signs = [1 - 2 * unpack(code[4:], 1, count).float() for code, count in zip(codes, counts)]
+        return [scale * own for scale, own in zip(scales, signs)]
 
 
-class TopK(Compressor):
-    """The values of greatest magnitude with their places: 8 bytes each."""
+class TopK(Batched):
+    """The values of greatest magnitude, of equal ones the first, with their places, ascending: 8 bytes each."""
 
     def __init__(self, *, share: float = 0.01) -> None:
         """share: of the values."""
@@ -73,13 +108,22 @@ class TopK(Compressor):
     def delta(self, count: int) -> float:
         return self._kept(count) / count
 
-    def encode(self, x: Tensor, random: Stream) -> Tensor:
-        places = x.abs().topk(self._kept(len(x))).indices
-        return torch.cat([places.int(), x[places].view(torch.int32)])
+    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
+        kept = [self._kept(len(x)) for x in parts]
+        if (kernels := kernels_for(parts)) is None:
+            return [_greatest(x, own) for x, own in zip(parts, kept)]
+        lengths = [2 * own for own in kept]
+        codes = torch.empty(sum(lengths), dtype=torch.int32).split(lengths)
+        kernels.greatest_encode(table(parts, codes, kept), len(parts), torch.get_num_threads())
+        return codes
 
-    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
-        places, values = code.chunk(2)
-        return torch.zeros(count, device=code.device).index_copy_(0, places.long(), values.view(torch.float32))
+    def decode_each(
+        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
+    ) -> Sequence[Tensor]:
+        found = torch.zeros(sum(counts), device=codes[0].device).split([*counts])
+        for own, (places, values) in zip(found, (code.chunk(2) for code in codes)):
+            own.index_copy_(0, places.long(), values.view(torch.float32))
+        return found
 
 
 class RandomK(Compressor):
@@ -114,7 +158,7 @@ class RandomK(Compressor):
         return torch.zeros(count, dtype=code.dtype, device=code.device).index_copy_(0, places, code)
 
 
-class Dither(Compressor):
+class Dither(Batched):
     """Linear dithering: multiples of the greatest magnitude of a group, rounded at random: bits / 8 bytes a value, and
     4 a group."""
 
@@ -129,19 +173,27 @@ class Dither(Compressor):
         levels = 2 ** (self.bits - 1) - 1
         return 1 / (1 + min(count, self.group) / (4 * levels**2))  # each rounding has a variance of a quarter at most
 
-    def encode(self, x: Tensor, random: Stream) -> Tensor:
-        codes, scales = quantise(x, self.bits, self.group, random)
-        return torch.cat([scales.view(torch.uint8), codes])
+    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
+        return quantise(parts, self.bits, self.group, [*randoms])
 
-    def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
-        groups = -(-count // self.group)
-        scales = code[: 4 * groups].clone().view(torch.float32)
-        return dequantise(code[4 * groups :], scales, self.bits, self.group, count)
+    def decode_each(
+        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
+    ) -> Sequence[Tensor]:
+        return dequantise(codes, self.bits, self.group, counts)
 
 
 def four_bits() -> Compressor:
     """Return the code of changes of weights: 4 bits a value, and 4 bytes per 2,048."""
     return Dither(bits=4, group=2048)
+
+
+def _greatest(x: Tensor, kept: int) -> Tensor:
+    """Return the places of the greatest magnitudes of x [n], and their values: int32 [2 kept]."""
+    bits = x.view(torch.int32) & 0x7FFFFFFF  # they have the order of magnitudes, and NaN has a place
+    least = bits.topk(kept, sorted=False).values.min()
+    above, ties = (bits > least).nonzero()[:, 0], (bits == least).nonzero()[:, 0]
+    places = torch.cat([above, ties[: kept - len(above)]]).sort().values
+    return torch.cat([places.int(), x[places].view(torch.int32)])
 
 
 def checked(name: str, value: Any, right: bool, wanted: str) -> Any:

@@ -69,37 +69,48 @@ class Coder:
 
     def pack(self, row: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> Tensor:
         """Return the code of a row [n] of pieces from one rank to another, and change the row to what it stands for."""
-        found = [self._to_wire(row.sum()[None] * 0)]
-        for part, piece in split(row, pieces):
-            if not self._codes(piece):
-                found.append(self._to_wire(part))
-                continue
-            random, form = self._random(piece, owner, sender), self._form(piece.numel)
-            left = self._of(self.left, piece) if piece.name in self.left else None
-            wanted = part if left is None else part + left.flatten()
-            code = self.compressor.encode(wanted.float(), random)
+        flag = self._to_wire(row.sum()[None] * 0)
+        parts = [*split(row, pieces)]
+        codes = iter(self._encoded([(part, piece) for part, piece in parts if self._codes(piece)], owner, sender))
+        wire = [next(codes) if self._codes(piece) else self._to_wire(part) for part, piece in parts]
+        return torch.cat([flag, *wire])
+
+    def _encoded(self, parts: Sequence[tuple[Tensor, GradientPiece]], owner: int, sender: int) -> list[Tensor]:
+        """Return the codes of parts as they travel, and change the parts to what these stand for."""
+        if not parts:
+            return []
+        given, pieces = zip(*parts)
+        lefts = [self._of(self.left, piece).flatten() if piece.name in self.left else None for piece in pieces]
+        wanted = [part if left is None else part + left for part, left in zip(given, lefts)]
+        randoms = [self._random(piece, owner, sender) for piece in pieces]
+        codes = [*self.compressor.encode_each([one.float() for one in wanted], randoms)]
+        for code, form in zip(codes, (self._form(piece.numel) for piece in pieces)):
             if (code.numel(), code.dtype) != form[:2]:
                 raise self._uneven(code, form)
-            code = code.to(row.dtype) if self.compressor.summable else code
-            part.copy_(self._decoded(code, piece, random))
+        codes = [code.to(given[0].dtype) for code in codes] if self.compressor.summable else codes
+        torch._foreach_copy_(given, self._decoded(codes, pieces, randoms))
+        for whole, part, left, piece in zip(wanted, given, lefts, pieces):
             if left is not None:
                 self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
-                self._of(self._after, piece).copy_((wanted - part).view(left.shape))
-            found.append(self._to_wire(code))
-        return torch.cat(found)
+                after = self._of(self._after, piece)
+                after.copy_((whole - part).view(after.shape))
+        return [self._to_wire(code) for code in codes]
 
     def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> None:
         """Add what a code stands for to a row [n]."""
-        at = self._length(1, row.dtype)
-        row += self._from_wire(code[:at], row.dtype)
-        for part, piece in split(row, pieces):
-            length = self._piece_length(piece, row.dtype)
-            own, at = code[at : at + length], at + length
-            if self._codes(piece):
-                own = self._from_wire(own, self._form(piece.numel).dtype)
-                part += self._decoded(own, piece, self._random(piece, owner, sender)).to(row.dtype)
-            else:
-                part += self._from_wire(own, row.dtype)
+        parts = [*split(row, pieces)]
+        lengths = [self._length(1, row.dtype), *(self._piece_length(piece, row.dtype) for _, piece in parts)]
+        flag, *codes = code[: sum(lengths)].split(lengths)
+        row += self._from_wire(flag, row.dtype)
+        coded = [(part, own, piece) for (part, piece), own in zip(parts, codes) if self._codes(piece)]
+        if coded:
+            given, codes_, own = zip(*coded)
+            made = [self._from_wire(code, self._form(piece.numel).dtype) for code, piece in zip(codes_, own)]
+            values = self._decoded(made, own, (self._random(piece, owner, sender) for piece in own))
+            torch._foreach_add_(given, [value.to(row.dtype) for value in values])
+        for (part, piece), exact in zip(parts, codes):
+            if not self._codes(piece):
+                part += self._from_wire(exact, row.dtype)
 
     def length(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> int:
         """Return the length of the code of a row."""
@@ -108,9 +119,12 @@ class Coder:
     def _codes(self, piece: GradientPiece) -> bool:
         return piece.numel > 0 and piece.name in self.names
 
-    def _decoded(self, code: Tensor, piece: GradientPiece, random: Stream) -> Tensor:
-        found, factor = self.compressor.decode(code, piece.numel, random), self._form(piece.numel).factor
-        return found if factor == 1 else found * factor
+    def _decoded(
+        self, codes: Sequence[Tensor], pieces: Sequence[GradientPiece], randoms: Iterable[Stream]
+    ) -> list[Tensor]:
+        found = self.compressor.decode_each(codes, [piece.numel for piece in pieces], randoms)
+        factors = [self._form(piece.numel).factor for piece in pieces]
+        return [one if factor == 1 else one * factor for one, factor in zip(found, factors)]
 
     def _of(self, tensors: Mapping[str, Tensor], piece: GradientPiece) -> Tensor:
         """Return the part of a piece, of tensors that are whole or this part."""
@@ -128,7 +142,9 @@ class Coder:
         return x if self.compressor.summable else x.contiguous().view(torch.uint8)
 
     def _from_wire(self, code: Tensor, dtype: torch.dtype) -> Tensor:
-        return code if self.compressor.summable else code.clone().view(dtype)  # clone: at any address
+        if self.compressor.summable or dtype == torch.uint8:
+            return code
+        return code.clone().view(dtype)  # clone: at any address
 
     def _length(self, count: int, dtype: torch.dtype) -> int:
         return count if self.compressor.summable else count * dtype.itemsize

@@ -112,11 +112,15 @@ class TwoLevelReducer(CompressedReducer):
 
     def _transform(self, rows: Tensor, pieces: Pieces, factor: float) -> None:
         """Transform each block of the pieces that are compressed, in place; the last values of a piece stay."""
-        for row, own in zip(rows, pieces) if self.smooth else ():
-            for part, piece in split(row, own):
-                if piece.name in self._within.names:
-                    blocks = part[: len(part) // BLOCK * BLOCK].view(-1, BLOCK)
-                    blocks.copy_(blocks @ (hadamard(BLOCK).to(blocks) * factor))
+        every = [one for row, own in zip(rows, pieces) for one in split(row, own)] if self.smooth else []
+        blocks = [
+            part[: len(part) // BLOCK * BLOCK].view(-1, BLOCK)
+            for part, piece in every
+            if piece.name in self._within.names
+        ]
+        if blocks:
+            turned = torch.cat(blocks) @ (hadamard(BLOCK).to(blocks[0]) * factor)
+            torch._foreach_copy_(blocks, turned.split([len(one) for one in blocks]))
 
 
 @cache
