@@ -15,7 +15,7 @@ rank, and AdaGrad or AdaAlter at one rate. Columns:
 - ms: median of some steps with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no processor.
   Gradients travel in buckets of 1 MB beside the backward pass. after: of as many steps in which they travel after it.
 - times: ms of the exact row over that of this one.
-- code: processor time of a step of one rank without the bucket, more than the exact row (ms).
+- code: processor time of a step of one rank without the bucket, more than the exact row (ms); not of the first two.
 
 ``--paced SECONDS``: each rank has one sequence a step, and the backward pass of each layer sleeps so long, as if a
 device computed it: what is hidden of a link then depends less on the cores.
@@ -134,6 +134,8 @@ SHAPES = {
 }
 LENGTH, BATCH, HELD = 128, 32, 64
 """Bytes of a sequence; sequences of a step, and held out."""
+WARM = 2
+"""Steps before processor time is counted: the first ones build, import and allocate."""
 TIMED = 8
 """Steps on the slow link, in each of the two ways."""
 BUCKET = 1 << 20
@@ -227,8 +229,10 @@ class Trial(JoinedRole):
                     p.register_hook(lambda grad: time.sleep(paced))
         took, sent, began = [], (0.0, 0.0), time.process_time()
         for number, tokens in enumerate(batches):
+            if number == WARM:
+                began = time.process_time()
             if number == steps:
-                sent, spent = (meter.sent / steps, meter.across / steps), (time.process_time() - began) / steps
+                sent, spent = (meter.sent / steps, meter.across / steps), (time.process_time() - began) / (steps - WARM)
                 loss, meter.bucket = self.held_out(sharded, text), TokenBucket(SLOW)
             if number == steps + TIMED:
                 sharded.gradients.last_pass = _nothing  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ feedback uses it.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,25 +46,23 @@ class Compressor:
         """Return float32 [count] from a code, of a summed one its dtype; random: as in ``encode``."""
         raise NotImplementedError
 
-    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
-        """Return the codes of several contiguous tensors; a subclass may have fewer calls than one for each."""
-        return [self.encode(x, random) for x, random in zip(parts, randoms)]
-
-    def decode_each(
-        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
-    ) -> Sequence[Tensor]:
-        """Return the values of several contiguous codes."""
-        return [self.decode(code, count, random) for code, count, random in zip(codes, counts, randoms)]
-
 
 class Batched(Compressor):
-    """Compressor that codes several tensors at once."""
+    """Compressor that codes several tensors in few calls."""
+
+    def encode_all(self, x: Tensor, counts: Sequence[int], randoms: Iterable[Stream]) -> Tensor:
+        """Return the codes, side by side, of tensors of so many elements that are side by side in contiguous x [n]."""
+        raise NotImplementedError
+
+    def decode_all(self, code: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return float32 [n] from codes side by side."""
+        raise NotImplementedError
 
     def encode(self, x: Tensor, random: Stream) -> Tensor:
-        return self.encode_each([x.contiguous()], [random])[0]
+        return self.encode_all(x.contiguous(), [len(x)], [random])
 
     def decode(self, code: Tensor, count: int, random: Stream) -> Tensor:
-        return self.decode_each([code], [count], [random])[0]
+        return self.decode_all(code.contiguous(), [count])
 
 
 class OneBit(Batched):
@@ -72,27 +71,27 @@ class OneBit(Batched):
     def delta(self, count: int) -> float:
         return 1 / count  # ||x||_1^2 / (n ||x||_2^2), of a vector with a single value
 
-    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
-        counts = [len(x) for x in parts]
-        scales = torch.stack([x.abs().mean() for x in parts])  # norms of order 1 would add up with less care
-        if (kernels := kernels_for(parts)) is not None:
-            lengths = [4 + -(-count // 8) for count in counts]
-            codes = torch.empty(sum(lengths), dtype=torch.uint8).split(lengths)
-            kernels.signs_encode(table(parts, codes), len(parts), scales.data_ptr(), torch.get_num_threads())
-            return codes
-        signs = [pack((x < 0).to(torch.uint8), 1) for x in parts]
-        return [torch.cat([scale.view(torch.uint8), own]) for scale, own in zip(scales.split(1), signs)]
+    def encode_all(self, x: Tensor, counts: Sequence[int], randoms: Iterable[Stream]) -> Tensor:
+        parts, lengths = x.split([*counts]), [4 + -(-count // 8) for count in counts]
+        scales = torch.stack([own.abs().mean() for own in parts])
+        if (kernels := kernels_for(x)) is not None:
+            code = torch.empty(sum(lengths), dtype=torch.uint8)
+            where = table(x, code, counts, lengths)
+            kernels.signs_encode(where.ctypes.data, len(counts), scales.data_ptr(), torch.get_num_threads())
+            return code
+        signs = [pack((own < 0).to(torch.uint8), 1) for own in parts]
+        return torch.cat([*chain.from_iterable(zip(scales.view(torch.uint8).split(4), signs))])
 
-    def decode_each(
-        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
-    ) -> Sequence[Tensor]:
-        if (kernels := kernels_for(codes)) is not None:
-            found = torch.empty(sum(counts)).split([*counts])
-            kernels.signs_decode(table(found, codes), len(codes), torch.get_num_threads())
+    def decode_all(self, code: Tensor, counts: Sequence[int]) -> Tensor:
+        lengths = [4 + -(-count // 8) for count in counts]
+        if (kernels := kernels_for(code)) is not None:
+            found = torch.empty(sum(counts))
+            where = table(found, code, counts, lengths)
+            kernels.signs_decode(where.ctypes.data, len(counts), torch.get_num_threads())
             return found
-        scales = [code[:4].clone().view(torch.float32) for code in codes]
-        signs = [1 - 2 * unpack(code[4:], 1, count).float() for code, count in zip(codes, counts)]
-        return [scale * own for scale, own in zip(scales, signs)]
+        parts = [(own[:4].clone().view(torch.float32), own[4:]) for own in code.split(lengths)]
+        signs = [scale * (1 - 2 * unpack(own, 1, n).float()) for (scale, own), n in zip(parts, counts)]
+        return torch.cat(signs)
 
 
 class TopK(Batched):
@@ -108,20 +107,19 @@ class TopK(Batched):
     def delta(self, count: int) -> float:
         return self._kept(count) / count
 
-    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
-        kept = [self._kept(len(x)) for x in parts]
-        if (kernels := kernels_for(parts)) is None:
-            return [_greatest(x, own) for x, own in zip(parts, kept)]
-        lengths = [2 * own for own in kept]
-        codes = torch.empty(sum(lengths), dtype=torch.int32).split(lengths)
-        kernels.greatest_encode(table(parts, codes, kept), len(parts), torch.get_num_threads())
-        return codes
+    def encode_all(self, x: Tensor, counts: Sequence[int], randoms: Iterable[Stream]) -> Tensor:
+        kept = [*map(self._kept, counts)]
+        if (kernels := kernels_for(x)) is None:
+            return torch.cat([_greatest(own, most) for own, most in zip(x.split([*counts]), kept)])
+        code = torch.empty(2 * sum(kept), dtype=torch.int32)
+        where = table(x, code, counts, [8 * own for own in kept], kept)
+        kernels.greatest_encode(where.ctypes.data, len(counts), torch.get_num_threads())
+        return code
 
-    def decode_each(
-        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
-    ) -> Sequence[Tensor]:
-        found = torch.zeros(sum(counts), device=codes[0].device).split([*counts])
-        for own, (places, values) in zip(found, (code.chunk(2) for code in codes)):
+    def decode_all(self, code: Tensor, counts: Sequence[int]) -> Tensor:
+        found = torch.zeros(sum(counts), device=code.device)
+        codes = code.split([2 * self._kept(count) for count in counts])
+        for own, (places, values) in zip(found.split([*counts]), (one.chunk(2) for one in codes)):
             own.index_copy_(0, places.long(), values.view(torch.float32))
         return found
 
@@ -173,13 +171,11 @@ class Dither(Batched):
         levels = 2 ** (self.bits - 1) - 1
         return 1 / (1 + min(count, self.group) / (4 * levels**2))  # each rounding has a variance of a quarter at most
 
-    def encode_each(self, parts: Sequence[Tensor], randoms: Iterable[Stream]) -> Sequence[Tensor]:
-        return quantise(parts, self.bits, self.group, [*randoms])
+    def encode_all(self, x: Tensor, counts: Sequence[int], randoms: Iterable[Stream]) -> Tensor:
+        return quantise(x, counts, self.bits, self.group, [*randoms])
 
-    def decode_each(
-        self, codes: Sequence[Tensor], counts: Sequence[int], randoms: Iterable[Stream]
-    ) -> Sequence[Tensor]:
-        return dequantise(codes, self.bits, self.group, counts)
+    def decode_all(self, code: Tensor, counts: Sequence[int]) -> Tensor:
+        return dequantise(code, counts, self.bits, self.group)
 
 
 def four_bits() -> Compressor:

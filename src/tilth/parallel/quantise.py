@@ -1,10 +1,10 @@
 """Integers of few bits in place of float32 values, in groups with one scale (SDP4Bit, arXiv 2410.15526)."""
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from itertools import chain, repeat
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,62 +54,72 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     return words.view(torch.uint8)[:count]
 
 
-def quantise(parts: Sequence[Tensor], bits: int, group: int, randoms: Sequence[Stream]) -> list[Tensor]:
-    """Round float32 tensors [n] at random to multiples of a scale. Returns a code of each, uint8: the scale of each
-    group, float32, and packed integers.
+def quantise(x: Tensor, counts: Sequence[int], bits: int, group: int, randoms: Sequence[Stream]) -> Tensor:
+    """Round tensors of so many elements, side by side in float32 x [n], at random to multiples of a scale. Returns
+    their codes, uint8, side by side: the scale of each group, float32, and packed integers.
 
     With L = 2^(bits-1) - 1 the scale is s = max |x| / L, and the integer floor(x / s + u), u uniform in [0, 1): its
     mean is x / s. Integers are stored above L: 0 .. 2 L. randoms: streams of one seed.
     """
-    counts = [len(x) for x in parts]
     groups = [-(-count // group) for count in counts]
     lengths = [4 * own + -(-count * bits // 8) for own, count in zip(groups, counts)]
-    if (kernels := kernels_for(parts)) is not None:
-        codes = torch.empty(sum(lengths), dtype=torch.uint8).split(lengths)
-        sizes = (len(parts), bits, group, randoms[0].seed, torch.get_num_threads())
-        kernels.dither_encode(table(parts, codes, [random.id for random in randoms]), *sizes)
-        return [*codes]
-    most, device = (1 << bits - 1) - 1, parts[0].device
-    padded = torch.cat([_padded(x, group) for x in parts]).view(-1, group)
+    if (kernels := kernels_for(x)) is not None:
+        code = torch.empty(sum(lengths), dtype=torch.uint8)
+        where = table(x, code, counts, lengths, [random.id for random in randoms])
+        kernels.dither_encode(where.ctypes.data, len(counts), bits, group, randoms[0].seed, torch.get_num_threads())
+        return code
+    most = (1 << bits - 1) - 1
+    padded = torch.cat([_padded(own, group) for own in x.split([*counts])]).view(-1, group)
     scales = padded.abs().amax(1) / most
     steps = torch.where(scales > 0, scales, 1.0)[:, None]
-    whole = torch.cat(_cut((padded / steps).view(-1), groups, group, counts))
-    whole.add_(torch.cat(uniform_parts(randoms, counts, device))).floor_().clamp_(-most, most).add_(most)
-    several = [_padded(own, 8 // bits) for own in whole.to(torch.uint8).split(counts)]
+    whole = _cut((padded / steps).view(-1), groups, group, counts)
+    whole.add_(torch.cat(uniform_parts(randoms, counts, x.device))).floor_().clamp_(-most, most).add_(most)
+    several = [_padded(own, 8 // bits) for own in whole.to(torch.uint8).split([*counts])]
     packed = pack(torch.cat(several), bits).split([len(own) * bits // 8 for own in several])
-    return [torch.cat(own) for own in zip(scales.view(torch.uint8).split([4 * own for own in groups]), packed)]
+    scales_of = scales.view(torch.uint8).split([4 * own for own in groups])
+    return torch.cat([*chain.from_iterable(zip(scales_of, packed))])
 
 
-def dequantise(codes: Sequence[Tensor], bits: int, group: int, counts: Sequence[int]) -> list[Tensor]:
-    """Return float32 [count] of what ``quantise`` has rounded."""
-    if (kernels := kernels_for(codes)) is not None:
-        found = torch.empty(sum(counts)).split([*counts])
-        kernels.dither_decode(table(found, codes), len(codes), bits, group, torch.get_num_threads())
-        return [*found]
-    most, groups = (1 << bits - 1) - 1, [-(-count // group) for count in counts]
-    scales = torch.cat([code[: 4 * own] for code, own in zip(codes, groups)]).view(torch.float32)
-    packed = [code[4 * own :] for code, own in zip(codes, groups)]
-    lengths = [len(own) * 8 // bits for own in packed]
-    several = unpack(torch.cat(packed), bits, sum(lengths)).split(lengths)
+def dequantise(code: Tensor, counts: Sequence[int], bits: int, group: int) -> Tensor:
+    """Return float32 [n] of what ``quantise`` has rounded."""
+    groups = [-(-count // group) for count in counts]
+    sizes = [[4 * own, -(-count * bits // 8)] for own, count in zip(groups, counts)]
+    if (kernels := kernels_for(code)) is not None:
+        found = torch.empty(sum(counts))
+        where = table(found, code, counts, [*map(sum, sizes)])
+        kernels.dither_decode(where.ctypes.data, len(counts), bits, group, torch.get_num_threads())
+        return found
+    most, parts = (1 << bits - 1) - 1, code.split([*chain.from_iterable(sizes)])
+    scales, packed = torch.cat(parts[::2]).view(torch.float32), torch.cat(parts[1::2])
+    several = unpack(packed, bits, len(packed) * 8 // bits).split([own * 8 // bits for _, own in sizes])
     whole = torch.cat([_padded(own[:count], group) for own, count in zip(several, counts)]).float().sub_(most)
     return _cut(whole.view(-1, group).mul_(scales[:, None]).view(-1), groups, group, counts)
 
 
-def _cut(padded: Tensor, groups: Sequence[int], group: int, counts: Sequence[int]) -> list[Tensor]:
+def _cut(padded: Tensor, groups: Sequence[int], group: int, counts: Sequence[int]) -> Tensor:
     """Return what was padded to whole groups."""
-    return [own[:count] for own, count in zip(padded.split([own * group for own in groups]), counts)]
+    parts = padded.split([own * group for own in groups])
+    return torch.cat([own[:count] for own, count in zip(parts, counts)])
 
 
-def kernels_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
-    """Return the kernels that code contiguous tensors of this device, with the bits of torch's functions; None: there
-    are none."""
-    if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
+def kernels_for(x: Tensor) -> ctypes.CDLL | None:
+    """Return the kernels that code tensors of this device, with the bits of torch's functions; None: there are none."""
+    if x.device.type != "cpu":
         return None
     prepare()
     return library() if ready() else None
 
 
-def table(values: Sequence[Tensor], codes: Sequence[Tensor], more: Iterable[int] = repeat(0)) -> ctypes.Array[Any]:
-    """Return what kernels need to know of tensors: ``Part`` of ``models/coding.cpp``."""
-    rows = [(x.data_ptr(), len(x), code.data_ptr(), number) for x, code, number in zip(values, codes, more)]
-    return (ctypes.c_long * (4 * len(rows)))(*chain.from_iterable(rows))
+def table(
+    values: Tensor, code: Tensor, counts: Sequence[int], lengths: Sequence[int], more: Sequence[int] | int = 0
+) -> np.ndarray:
+    """Return what kernels need to know of tensors and codes side by side: ``Part`` of ``models/coding.cpp``.
+
+    counts: of elements; lengths: bytes of codes. It holds addresses, so the tensors have to be contiguous and live.
+    """
+    found = np.empty((len(counts), 4), np.int64)
+    for column, (sizes, of, width) in enumerate(((counts, values, 4), (lengths, code, 1))):
+        ends = np.cumsum(sizes)
+        found[:, 2 * column] = of.data_ptr() + width * (ends - sizes)
+    found[:, 1], found[:, 3] = counts, more
+    return found

@@ -6,9 +6,10 @@ keeps E' = s + E - D. So over steps the sums of what was applied, of all e and o
 is lost. Every rank applies the same bytes, the one that sent them too.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from tilth.core.errors import PluginError
 from tilth.core.layout import Layout, Placement, Shard
 from tilth.core.random import Stream, stream
 from tilth.parallel.comm import Group, all_gather, all_to_all, reduce_scatter
-from tilth.parallel.compress import Compressor
+from tilth.parallel.compress import Batched, Compressor
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import End, GradientPiece, GradientReducer, Pieces, split
 from tilth.plan.layout import copied_along, is_coded
@@ -39,6 +40,15 @@ class CodeForm(NamedTuple):
     factor: float
 
 
+class Places(NamedTuple):
+    """Where neighbouring pieces of a row are that are coded, or travel as they are, and their codes."""
+
+    runs: Sequence[tuple[bool, slice, slice]]
+    """True if they are coded; their elements; their part of all codes, or of its own length."""
+    counts: Sequence[int]
+    """Elements of each piece that is coded."""
+
+
 class Coder:
     """Codes of rows of pieces: 0, or NaN if an element is not finite, then one piece after the other.
 
@@ -55,7 +65,7 @@ class Coder:
         self.left, self._after = dict[str, Tensor](), dict[str, Tensor]()
         """What earlier steps left out of a tensor, or of this rank's piece of it; after this step, if it is learned."""
         self.step = 0
-        self._form = cache(self._form_of)
+        self._form, self._placed = cache(self._form_of), cache(self._placed_of)
 
     def begin(self, step: int) -> None:
         """Begin a step, and forget what one left out that was not settled."""
@@ -69,62 +79,78 @@ class Coder:
 
     def pack(self, row: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> Tensor:
         """Return the code of a row [n] of pieces from one rank to another, and change the row to what it stands for."""
-        flag = self._to_wire(row.sum()[None] * 0)
-        parts = [*split(row, pieces)]
-        codes = iter(self._encoded([(part, piece) for part, piece in parts if self._codes(piece)], owner, sender))
-        wire = [next(codes) if self._codes(piece) else self._to_wire(part) for part, piece in parts]
+        flag, place, wire = self._to_wire(row.sum()[None] * 0), self._places(pieces, row.dtype), list[Tensor]()
+        code = self._encoded(row, place, [*filter(self._codes, pieces)], owner, sender)
+        for coded, where, span in place.runs:
+            wire.append(code[span] if coded else self._to_wire(row[where]))
         return torch.cat([flag, *wire])
 
-    def _encoded(self, parts: Sequence[tuple[Tensor, GradientPiece]], owner: int, sender: int) -> list[Tensor]:
-        """Return the codes of parts as they travel, and change the parts to what these stand for."""
-        if not parts:
-            return []
-        given, pieces = zip(*parts)
-        lefts = [self._of(self.left, piece).flatten() if piece.name in self.left else None for piece in pieces]
-        wanted = [part if left is None else part + left for part, left in zip(given, lefts)]
+    def _encoded(self, row: Tensor, place: Places, pieces: Sequence[GradientPiece], owner: int, sender: int) -> Tensor:
+        """Return the codes of the pieces of a row that are coded, and change them to what these stand for."""
+        if not pieces:
+            return row[:0]
+        parts = [row[where] for coded, where, _ in place.runs if coded]
+        wanted = parts[0] if len(parts) == 1 else torch.cat(parts)
+        lefts = [self._of(self.left, piece).flatten() for piece in pieces if piece.name in self.left]
+        wanted = wanted + torch.cat(lefts) if lefts else wanted
         randoms = [self._random(piece, owner, sender) for piece in pieces]
-        codes = [*self.compressor.encode_each([one.float() for one in wanted], randoms)]
-        for code, form in zip(codes, (self._form(piece.numel) for piece in pieces)):
+        code = self._code_of(wanted.float(), place, randoms)
+        code = code.to(row.dtype) if self.compressor.summable else code
+        made = self._decoded(code, place, randoms).to(row.dtype)
+        after = (wanted - made).split([*place.counts]) if lefts else ()
+        for own, piece in zip(after, pieces):
+            self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
+            there = self._of(self._after, piece)
+            there.copy_(own.view(there.shape))
+        torch._foreach_copy_(parts, made.split([len(own) for own in parts]))
+        return self._to_wire(code)
+
+    def _code_of(self, x: Tensor, place: Places, randoms: Sequence[Stream]) -> Tensor:
+        if isinstance(self.compressor, Batched):
+            return self.compressor.encode_all(x, place.counts, randoms)
+        found = list[Tensor]()
+        for own, count, random in zip(x.split([*place.counts]), place.counts, randoms):
+            code, form = self.compressor.encode(own, random), self._form(count)
             if (code.numel(), code.dtype) != form[:2]:
                 raise self._uneven(code, form)
-        codes = [code.to(given[0].dtype) for code in codes] if self.compressor.summable else codes
-        torch._foreach_copy_(given, self._decoded(codes, pieces, randoms))
-        for whole, part, left, piece in zip(wanted, given, lefts, pieces):
-            if left is not None:
-                self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
-                after = self._of(self._after, piece)
-                after.copy_((whole - part).view(after.shape))
-        return [self._to_wire(code) for code in codes]
+            found.append(code)
+        return torch.cat(found)
 
     def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> None:
         """Add what a code stands for to a row [n]."""
-        parts = [*split(row, pieces)]
-        lengths = [self._length(1, row.dtype), *(self._piece_length(piece, row.dtype) for _, piece in parts)]
-        flag, *codes = code[: sum(lengths)].split(lengths)
-        row += self._from_wire(flag, row.dtype)
-        coded = [(part, own, piece) for (part, piece), own in zip(parts, codes) if self._codes(piece)]
-        if coded:
-            given, codes_, own = zip(*coded)
-            made = [self._from_wire(code, self._form(piece.numel).dtype) for code, piece in zip(codes_, own)]
-            values = self._decoded(made, own, (self._random(piece, owner, sender) for piece in own))
-            torch._foreach_add_(given, [value.to(row.dtype) for value in values])
-        for (part, piece), exact in zip(parts, codes):
-            if not self._codes(piece):
-                part += self._from_wire(exact, row.dtype)
+        place, parts, codes = self._places(pieces, row.dtype), list[Tensor](), list[Tensor]()
+        at = self._length(1, row.dtype)
+        row += self._from_wire(code[:at], row.dtype)
+        for coded, where, span in place.runs:
+            own, at = code[at : at + span.stop - span.start], at + span.stop - span.start
+            if coded:
+                parts.append(row[where])
+                codes.append(own)
+            else:
+                row[where] += self._from_wire(own, row.dtype)
+        if parts:
+            flat = self._from_wire(codes[0] if len(codes) == 1 else torch.cat(codes), self._form(place.counts[0]).dtype)
+            randoms = (self._random(piece, owner, sender) for piece in pieces if self._codes(piece))
+            made = self._decoded(flat, place, randoms).to(row.dtype)
+            torch._foreach_add_(parts, made.split([len(own) for own in parts]))
 
     def length(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> int:
         """Return the length of the code of a row."""
-        return self._length(1, dtype) + sum(self._piece_length(piece, dtype) for piece in pieces if piece.name)
+        spans = [span for _, _, span in self._places(pieces, dtype).runs]
+        return self._length(1, dtype) + sum(span.stop - span.start for span in spans)
 
     def _codes(self, piece: GradientPiece) -> bool:
         return piece.numel > 0 and piece.name in self.names
 
-    def _decoded(
-        self, codes: Sequence[Tensor], pieces: Sequence[GradientPiece], randoms: Iterable[Stream]
-    ) -> list[Tensor]:
-        found = self.compressor.decode_each(codes, [piece.numel for piece in pieces], randoms)
-        factors = [self._form(piece.numel).factor for piece in pieces]
-        return [one if factor == 1 else one * factor for one, factor in zip(found, factors)]
+    def _decoded(self, code: Tensor, place: Places, randoms: Iterable[Stream]) -> Tensor:
+        if isinstance(self.compressor, Batched):
+            found = self.compressor.decode_all(code, place.counts)
+        else:
+            codes = zip(code.split([self._form(count).length for count in place.counts]), place.counts, randoms)
+            found = torch.cat([self.compressor.decode(*one) for one in codes])
+        for own, count in zip(found.split([*place.counts]), place.counts) if self._shrinks else ():
+            own *= self._form(count).factor
+        return found
 
     def _of(self, tensors: Mapping[str, Tensor], piece: GradientPiece) -> Tensor:
         """Return the part of a piece, of tensors that are whole or this part."""
@@ -149,11 +175,22 @@ class Coder:
     def _length(self, count: int, dtype: torch.dtype) -> int:
         return count if self.compressor.summable else count * dtype.itemsize
 
-    def _piece_length(self, piece: GradientPiece, dtype: torch.dtype) -> int:
-        if not self._codes(piece):
-            return self._length(piece.numel, dtype)
-        form = self._form(piece.numel)
-        return self._length(form.length, form.dtype)
+    def _places(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> Places:
+        return self._placed(self.names, dtype, tuple([(piece.name, piece.numel) for piece in pieces]))
+
+    def _placed_of(self, names: Set[str], dtype: torch.dtype, pieces: Sequence[tuple[str, int]]) -> Places:
+        found, counts, at, code = list[tuple[bool, slice, slice]](), list[int](), 0, 0
+        for (coded, named), some in groupby(pieces, lambda one: (one[1] > 0 and one[0] in names, bool(one[0]))):
+            sizes = [numel for _, numel in some]
+            where, at = slice(at, at + sum(sizes)), at + sum(sizes)
+            span = slice(0, self._length(sum(sizes), dtype))
+            if coded:
+                counts += sizes
+                length = sum(self._length(form.length, form.dtype) for form in map(self._form, sizes))
+                span, code = slice(code, code + length), code + length
+            if named:
+                found.append((coded, where, span))
+        return Places(found, counts)
 
     def _form_of(self, count: int) -> CodeForm:
         code = self.compressor.encode(torch.zeros(count), stream(0, "form"))
