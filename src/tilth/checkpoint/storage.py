@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Ranges(Protocol):
             self.read_into(offset, into[at : at + nbytes])
             offset += stride
 
-    def __enter__(self) -> "Ranges":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -237,7 +237,7 @@ class _Reader:
                 with self._storage.ranges(file) as ranges:
                     self._read_all(_DiskSource(ranges, some, self._storage.gap), some)
 
-    def _read_all(self, source: "_Source", wants: list[Want]) -> None:
+    def _read_all(self, source: Ranges, wants: list[Want]) -> None:
         """Read the wants of one file."""
         for want in wants:
             before = source.bytes_read
@@ -248,7 +248,7 @@ class _Reader:
             if self._progress:
                 self._progress(source.bytes_read - before)
 
-    def _one_tile(self, source: "_Source", want: Want) -> bool:
+    def _one_tile(self, source: Ranges, want: Want) -> bool:
         """Read a small piece as a whole, the case of most tensors; True if it is sound."""
         piece, target = want.piece, want.target
         direct = _memory(target)
@@ -258,7 +258,7 @@ class _Reader:
             target.copy_(self._scratch[: piece.nbytes].view(target.dtype).view(piece.size))
         return xxh3_64_intdigest(into) == piece.checksums[0]
 
-    def _tiles(self, source: "_Source", want: Want) -> bool:
+    def _tiles(self, source: Ranges, want: Want) -> bool:
         """Read any part of any piece; True if its tiles are sound."""
         cut = _cut(want.piece.size, want.itemsize, want.common)
         straight = _memory(want.target) if (cut.left, cut.right) == cut.edges else None
@@ -331,20 +331,10 @@ def _expected(piece: Piece, cut: _PieceCut) -> list[int]:
     return [c for band in bands for c in piece.checksums[band * columns + cut.first : band * columns + cut.last]]
 
 
-class _Source(Protocol):
-    """Ranges of a file, read in the order of ``_extents``; another order costs more requests."""
-
-    @property
-    def bytes_read(self) -> int: ...
-
-    def read_into(self, offset: int, into: memoryview) -> None: ...
-
-    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
-        """Fill ``into`` with ranges of ``nbytes`` that begin ``stride`` bytes apart in the file."""
-
-
 def _extents(wants: Iterable[Want], gap: int) -> Iterator[tuple[int, int]]:
-    """Yield the intervals of a file to read, in order; rows at most ``gap`` apart are one with what is between them."""
+    """Yield the intervals of a file to read, in order; rows at most ``gap`` apart are one with what is between them.
+
+    The sources are to be read in this order; another one costs more requests."""
     for want in wants:
         start = want.piece.byte0
         if _is_one_tile(want):
@@ -374,7 +364,7 @@ def _joined(extents: Iterable[tuple[int, int]], gap: int, most: int) -> Iterator
         yield joined
 
 
-class _DiskSource:
+class _DiskSource(Ranges):
     """A local file: small neighbours are read together, everything else straight to its target."""
 
     def __init__(self, ranges: Ranges, wants: list[Want], gap: int) -> None:
@@ -387,7 +377,7 @@ class _DiskSource:
         self._loaded = False
 
     @property
-    def bytes_read(self) -> int:
+    def bytes_read(self) -> int:  # type: ignore[override]
         return self._ranges.bytes_read
 
     def read_into(self, offset: int, into: memoryview) -> None:
@@ -418,7 +408,7 @@ class _BlockRead(NamedTuple):
     data: "Future[memoryview]"
 
 
-class _StoreSource:
+class _StoreSource(Ranges):
     """Files of a store: near ranges share a request, and several requests run at a time, ahead of use."""
 
     def __init__(self, storage: Storage, files: Sequence[tuple[str, list[Want]]]) -> None:
@@ -440,10 +430,6 @@ class _StoreSource:
             into[: len(part)] = part
             into, offset = into[len(part) :], offset + len(part)
 
-    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
-        for i in range(len(into) // nbytes):
-            self.read_into(offset + i * stride, into[i * nbytes : (i + 1) * nbytes])
-
     def _block(self, offset: int) -> _BlockRead | None:
         """Return the first request with this byte of the file and drop those before it, which served earlier reads."""
         self._ask()
@@ -464,9 +450,6 @@ class _StoreSource:
         with self._storage.ranges(file) as ranges:
             ranges.read_into(start, data)
         return data
-
-    def __enter__(self) -> "_StoreSource":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
