@@ -243,18 +243,37 @@ def _text(content: Any) -> str:
     return content or ""
 
 
-class GymnasiumEnvironment(Environment, declares=False):
-    """An environment of the package ``gymnasium`` whose observations are text, or are rendered as it, unmodified.
-
-    Actions: the policy's turn where the action space is text, else a whole number in it. A turn that names no action
-    is answered with what would be one. Each step's reward is that of its turn, so that the episode's is their sum.
-    """
+class PlayedEnvironment(Environment, declares=False):
+    """Base of the games of other packages. Each step's reward is that of its turn, so the episode's is their sum."""
 
     id: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of ``gymnasium.make``."""
+    """Further arguments of what makes one."""
     intro: ClassVar[str] = ""
     """Text before the first observation, such as the rules of the game."""
+    _steps = 0
+
+    @classmethod
+    def records(cls, count: int) -> Iterator[dict[str, Any]]:
+        """Yield records that differ in their seed."""
+        for seed in range(count or 1000):
+            yield {"prompt": f"{cls.id} {seed}", "seed": seed}
+
+    def reward(self) -> dict[str, float]:
+        """Return the number of steps, as a part: turns have the rewards."""
+        return {"reward": 0.0, "steps": float(self._steps)}
+
+    def _first(self, seen: str) -> Sequence[Message]:
+        """Return the messages before the first turn."""
+        return [{"role": "user", "content": "\n".join(filter(None, (self.intro, seen)))}]
+
+
+class GymnasiumEnvironment(PlayedEnvironment, declares=False):
+    """An environment of the package ``gymnasium`` whose observations are text, or are rendered as it, unmodified.
+
+    Actions: the policy's turn where the action space is text, else a whole number in it. A turn that names no action
+    is answered with what would be one. ``options`` are of ``gymnasium.make``.
+    """
 
     @classmethod
     def prepare(cls) -> None:
@@ -265,20 +284,14 @@ class GymnasiumEnvironment(Environment, declares=False):
         except gymnasium.error.Error as error:
             raise PluginError(f"gymnasium:{cls.id}: {error}", key="environment.gymnasium.name") from error
 
-    @classmethod
-    def records(cls, count: int) -> Iterator[dict[str, Any]]:
-        """Yield records that differ in their seed."""
-        for seed in range(count or 1000):
-            yield {"prompt": f"{cls.id} {seed}", "seed": seed}
-
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin with the record's ``seed``."""
         if not isinstance(info.get("seed"), int):
             message = "the record has no column seed with a whole number, so that the game could not be played again"
             raise EnvironmentFault(message, key="environment.gymnasium.seed")
-        self._env, self._steps = self._make(), 0
+        self._env = self._make()
         seen, _ = self._env.reset(seed=info["seed"])
-        return [{"role": "user", "content": "\n".join(filter(None, (self.intro, self._seen(seen))))}]
+        return self._first(self._seen(seen))
 
     def step(self, message: Message) -> tuple[Sequence[Message], bool, float]:
         """Take the action of a turn."""
@@ -288,10 +301,6 @@ class GymnasiumEnvironment(Environment, declares=False):
         seen, reward, ended, cut, _ = self._env.step(action)
         self._steps += 1
         return [{"role": "user", "content": self._seen(seen)}], bool(ended or cut), float(reward)
-
-    def reward(self) -> dict[str, float]:
-        """Return the number of steps, as a part: turns have the rewards."""
-        return {"reward": 0.0, "steps": float(self._steps)}
 
     def close(self) -> None:
         """Close the game."""

@@ -201,11 +201,10 @@ class Answering(Environment, declares=False):
         self.info, self.said = info, ""
         return [{"role": "user", "content": info["prompt"]}]
 
-    def step(self, message: Message) -> tuple[Sequence[Message], bool]:
+    def step(self, message: Message) -> Any:
         """Call the tools of a turn, or take it as the answer."""
         self.said = message["content"]
-        found = self.call_tools(message)
-        return found, not found
+        return super().step(message)
 
 
 def name_of(cls: type) -> str:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from tilth.core.errors import PluginError
 from tilth.envs.adapters import event_loop, imported
-from tilth.envs.environment import Environment, EnvironmentFault, Message
+from tilth.envs.environment import Answering, EnvironmentFault, Message
 from tilth.rewards.functions import load_reward
 
 
@@ -41,12 +41,13 @@ class McpTool:
         return "\n".join(texts) if texts else json.dumps(found.structured_content, ensure_ascii=False)
 
 
-class McpEnvironment(Environment, declares=False):
+class McpEnvironment(Answering, declares=False):
     """Episode whose tools are a server's; the turn without a call is the answer, which a reward function scores.
 
     Each episode has a session of its own and, where ``id`` is a command, a process of its own, which runs as you do.
     """
 
+    describes_tools = True
     id: ClassVar[str] = ""
     """URL (streamable HTTP), or a command that speaks over its standard input and output."""
     options: ClassVar[Mapping[str, Any]] = {}
@@ -71,14 +72,9 @@ class McpEnvironment(Environment, declares=False):
 
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin a session and ask the record's prompt."""
-        self.info, self.said = info, ""
+        asked = super().reset(info)
         self._begin()
-        return super().reset(info)
-
-    def step(self, message: Message) -> Any:
-        """Call the tools of a turn, or take it as the answer."""
-        self.said = message["content"]
-        return super().step(message)
+        return info.get("messages") or asked
 
     def reward(self) -> Any:
         """Return what ``scored_by`` gives for the answer."""

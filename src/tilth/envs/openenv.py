@@ -4,31 +4,26 @@ Package ``openenv`` from 0.10 on; ``openenv-core`` before.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.request import urlopen
 
 from tilth.core.errors import PluginError
-from tilth.envs.adapters import imported
-from tilth.envs.environment import Environment, Message
+from tilth.envs.adapters import PlayedEnvironment, imported
+from tilth.envs.environment import Message
 
 INVALID = "VALIDATION_ERROR"
 """OpenEnv's code of an action that is none."""
 
 
-class OpenEnvironment(Environment, declares=False):
-    """Episode of a server, each with a session of its own. Each step's reward is that of its turn.
+class OpenEnvironment(PlayedEnvironment, declares=False):
+    """Episode of a server, each with a session of its own. ``options`` are of ``GenericEnvClient``; ``id`` is the
+    address of the server, as ``http://127.0.0.1:8000``.
 
     An action of one text field is the policy's turn; any other one is a call of the tool ``act`` with its fields.
     """
 
-    id: ClassVar[str] = ""
-    """Address of the server, as ``http://127.0.0.1:8000``."""
-    options: ClassVar[Mapping[str, Any]] = {}
-    """Further arguments of ``GenericEnvClient``."""
-    intro: ClassVar[str] = ""
-    """Text before the first observation, such as the rules of the game."""
     _action: ClassVar[Mapping[str, Any]] = {}
     """JSON schema of an action, without its metadata."""
     _client: Any = None
@@ -47,20 +42,13 @@ class OpenEnvironment(Environment, declares=False):
         fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
         cls._action = {**schema, "properties": fields}
 
-    @classmethod
-    def records(cls, count: int) -> Iterator[dict[str, Any]]:
-        """Yield records that differ in their seed."""
-        for seed in range(count or 1000):
-            yield {"prompt": f"{cls.id} {seed}", "seed": seed}
-
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin with the record's ``seed``, or with the arguments in its ``reset``."""
         from openenv.core.generic_client import GenericEnvClient
 
-        self._client, self._steps = GenericEnvClient(self.id, **self.options).sync(), 0
+        self._client = GenericEnvClient(self.id, **self.options).sync()
         given = info.get("reset") or {k: info[k] for k in ("seed",) if k in info}
-        found = self._client.reset(**given)
-        return [{"role": "user", "content": "\n".join(filter(None, (self.intro, _seen(found))))}]
+        return self._first(_seen(self._client.reset(**given)))
 
     def step(self, message: Message) -> tuple[Sequence[Message], bool, float]:
         """Take the action of a turn. One that is none is answered with why."""
@@ -83,10 +71,6 @@ class OpenEnvironment(Environment, declares=False):
         calls: list[Any] = message.get("tool_calls") or []
         acts = len(calls) == 1 and calls[0]["name"] == "act" and not calls[0]["problem"]
         return calls[0]["arguments"] if acts else None
-
-    def reward(self) -> dict[str, float]:
-        """Return the number of steps, as a part: turns have the rewards."""
-        return {"reward": 0.0, "steps": float(self._steps)}
 
     def tools(self) -> dict[str, Any]:
         """Return the tool whose arguments are an action, where an action is not one text."""
