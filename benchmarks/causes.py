@@ -31,8 +31,8 @@ from driver import benchmark_parser, write_rows
 
 from tilth.analysis.events import Events, load
 from tilth.analysis.run_trace import open_run
-from tilth.analysis.run_whatif import RunWhatIf, analyse_events
-from tilth.analysis.whatif import Cause
+from tilth.analysis.run_whatif import analyse_events
+from tilth.analysis.whatif import Cause, Replayed
 
 ROOT = Path(__file__).parent.parent
 INJECT = Path(__file__).parent / "causes_inject"
@@ -247,7 +247,7 @@ def measure(case: Case, run: Path, windows: int) -> Row:
     return row
 
 
-def analyse(run: Path, steps: range) -> tuple[object, RunWhatIf, Cause]:
+def analyse(run: Path, steps: range) -> tuple[object, Replayed, Cause]:
     """Analyse these steps of a run."""
     return analyse_events(open_run(run).events, steps)
 

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from tilth.analysis.events import parse_steps
 from tilth.analysis.run_trace import hint, open_run
-from tilth.analysis.run_whatif import RunWhatIf, analyse_events
+from tilth.analysis.run_whatif import analyse_events
 from tilth.analysis.summaries import cause_summary
-from tilth.analysis.whatif import Cause, Replayed, Slowdown
+from tilth.analysis.whatif import Cause
 from tilth.cli.main import TraceWhatifCommand
 from tilth.cli.tables import WIDTH, new_table, show
 from tilth.core.errors import DataError, StorageError
@@ -26,6 +26,8 @@ from tilth.ui.heat import HIGH, LOW, colour
 from tilth.ui.html import render
 from tilth_studies.cause import diagnose
 from tilth_studies.other_network import parse
+from tilth_studies.run_whatif import RunWhatIf, what_if_run
+from tilth_studies.slowdowns import Slowdown, Slowdowns
 from tilth_studies.straggler_format import Trace, read_study
 from tilth_studies.whatif import TraceModel, WhatIf, what_if
 
@@ -58,9 +60,10 @@ def _analyse_run(run: Path, options: TraceWhatifCommand) -> None:
         network = parse(options.latency, options.bandwidth)
     opened = open_run(run, options.attempt)
     try:
-        model, found, cause = analyse_events(opened.events, chosen)
+        model, times, cause = analyse_events(opened.events, chosen)
     except DataError as error:
         raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}", key=error.key) from error
+    found = what_if_run(model, times)
     seconds = None if network is None else float(network.times(model).mean())
     assumed = () if network is None else network.assumed(model)
     if svg is not None:
@@ -96,7 +99,7 @@ def _analyse_file(path: Path, meta: Path | None, svg: Path | None, *, as_json: b
         show(*_file_parts(path, trace, found, cause))
 
 
-def write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequence[str]) -> None:
+def write_map(path: Path, title: str, found: Slowdowns, cause: Cause, names: Sequence[str]) -> None:
     """Write the heat map of workers as SVG. StorageError if it cannot be written."""
     note = "Slowdown of a step in which only this worker keeps its recorded times. "
     note += ", ".join(f.kind for f in cause.findings)
@@ -129,7 +132,7 @@ def _hex(value: float) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour(value))
 
 
-def summary(found: Replayed, over: str) -> list[str]:
+def summary(found: Slowdowns, over: str) -> list[str]:
     lost, worst = f"{100 * found.waste:.1f} % of the time is lost", f"worst step {found.per_step.max():.4f}"
     instead = f"a step takes {found.replayed.mean():.4g} s instead of {found.ideal.mean():.4g} s"
     error = f"recorded over {over}; worst step {100 * found.worst_error:.2f} %"
@@ -247,7 +250,7 @@ def _shade(value: float, wide: int = 2) -> tuple[str, str]:
 # ---- JSON ----
 
 
-def whatif_summary(found: Replayed, cause: Cause) -> dict[str, Any]:
+def whatif_summary(found: Slowdowns, cause: Cause) -> dict[str, Any]:
     """Return the findings that foreign traces and runs share."""
     return {
         "slowdown": found.slowdown, "ideal_step": float(found.ideal.mean()), "by_optype": _means(found.by_optype),

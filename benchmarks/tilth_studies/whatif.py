@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilth.analysis.replay import ACROSS, TOGETHER, Graph, schedule
-from tilth.analysis.whatif import GUILTY, Gain, Replayed, Slowdown, mended, mended_by, timed
+from tilth.analysis.whatif import timed
 from tilth_studies.dependencies import dependencies
+from tilth_studies.slowdowns import GUILTY, Gain, Slowdown, Slowdowns, mended, mended_by
 from tilth_studies.straggler_format import COMPUTE, OPTYPES, Trace
 
 MERGED = {
@@ -26,7 +27,7 @@ BLOCK = 8_000_000
 
 
 @dataclass(frozen=True)
-class WhatIf(Replayed):
+class WhatIf(Slowdowns):
     """Findings of a foreign trace."""
 
     worst: list[tuple[int, int]]

@@ -9,7 +9,7 @@ from tests.errors import raises
 from tilth.analysis.events import from_table, profiled
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel
-from tilth.analysis.run_whatif import diagnose_run, what_if_run
+from tilth.analysis.run_whatif import diagnose_run, replayed
 from tilth.analysis.time_breakdown import CONTROLLER, PROFILE, account
 from tilth.core.errors import DataError
 
@@ -69,10 +69,10 @@ def job(first, last, steps=10):
 
 def test_a_rank_that_was_profiled_is_not_slow():
     model = RunModel(read_steps(job(3, 8)))
-    found = what_if_run(model)
-    assert found.profiled == (3, 4, 5, 6, 7, 8) and found.steps.tolist() == [1, 2, 9, 10]
+    found = replayed(model)
+    assert model.steps.profiled == (3, 4, 5, 6, 7, 8) and found.steps.tolist() == [1, 2, 9, 10]
     assert found.slowdown == pytest.approx(1.0) and not diagnose_run(model, found).findings
-    assert np.isin(found.steps, found.profiled).sum() == 0
+    assert np.isin(found.steps, model.steps.profiled).sum() == 0
 
 
 def test_where_all_steps_were_profiled_that_is_said():

@@ -7,7 +7,7 @@ from tests.analysis.run_jobs import Job
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_rates import rates
 from tilth.analysis.run_replay import RunModel
-from tilth.analysis.run_whatif import LEAST, alikeness, blocks, diagnose_run, typical, what_if_run
+from tilth.analysis.run_whatif import LEAST, alikeness, blocks, diagnose_run, replayed, typical
 from tilth.analysis.time_breakdown import account
 
 STEPS = 40
@@ -48,7 +48,7 @@ class Training:
 
 def found(job, steps=None):
     model = RunModel(read_steps(job.events, steps))
-    analysed = what_if_run(model)
+    analysed = replayed(model)
     return analysed, diagnose_run(model, analysed)
 
 

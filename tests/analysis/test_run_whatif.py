@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tilth_studies.other_network import OtherNetwork
+from tilth_studies.run_whatif import what_if_run
 
 from tests.analysis.run_jobs import Job
 from tests.errors import raises
@@ -15,7 +16,7 @@ from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import AWAIT, END, LAUNCH, MEET, REPLY, WORK, adopted, outermost, read_steps
 from tilth.analysis.run_replay import RunModel, numbered, quantiles
 from tilth.analysis.run_trace import open_run
-from tilth.analysis.run_whatif import analyse_events, what_if_run
+from tilth.analysis.run_whatif import analyse_events
 from tilth.core.errors import DataError
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]

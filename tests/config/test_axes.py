@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tilth_studies.run_whatif import what_if_run
 from typer.testing import CliRunner
 
 from tests import forked
@@ -22,7 +23,6 @@ from tests.parallel.layouts import CONFIG, Case, batch, build, engine_of, loss_o
 from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel
-from tilth.analysis.run_whatif import what_if_run
 from tilth.checkpoint.planning import Spec, plan_group
 from tilth.cli.main import app
 from tilth.cluster.protocol import Transfer, deal, evenly

@@ -5,6 +5,7 @@ import xml.dom.minidom
 
 import pyarrow.parquet as pq
 import pytest
+from tilth_studies.run_whatif import what_if_run
 from typer.testing import CliRunner
 
 from tests.analysis.run_jobs import Job
@@ -34,7 +35,8 @@ def test_json_has_the_keys_of_foreign_traces_and_more(run):
     result = call(run, "--json", "--steps", "2:5", "--bandwidth", "1GB/s")
     assert result.exit_code == 0
     said = json.loads(result.stdout)
-    _, found, cause = analyse_events(open_run(run).events, range(2, 5))
+    model, _, cause = analyse_events(open_run(run).events, range(2, 5))
+    found = what_if_run(model)
     assert list(said)[: len(KEYS)] == KEYS
     assert (said["slowdown"], said["ideal_step"]) == (found.slowdown, found.ideal.mean())
     assert said["by_stage"] == {} and said["m_s"] == 0 and said["m_w"] == found.m_w.share

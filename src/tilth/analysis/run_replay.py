@@ -61,20 +61,6 @@ class RunModel:
         seconds[nodes] = quantiles(which, seconds[nodes], 0.5)[which]
         return self.times(seconds[:, None])[:, 0]
 
-    def groups_of(self, groups: list[np.ndarray]) -> np.ndarray:
-        """float64 [s, g]: times with only the ranks of one group as recorded."""
-        return self._each([np.where(np.isin(self.rank, g), self.sum_real, self.sum_ideal) for g in groups])
-
-    def operations(self) -> np.ndarray:
-        """float64 [s, k]: times with only one operation as recorded."""
-        columns = range(self.real.shape[1])
-        return self._each([self.sum_ideal + self.real[:, i] - self.ideal[:, i] for i in columns])
-
-    def _each(self, durations: list[np.ndarray]) -> np.ndarray:
-        if not durations:
-            return np.zeros((len(self.last), 0))
-        return self.times(np.maximum(np.stack(durations, 1), 0))
-
 
 def ideal(steps: Steps) -> np.ndarray:
     """float64 [n, k]: ideal seconds of each node."""

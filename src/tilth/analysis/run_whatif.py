@@ -1,5 +1,4 @@
-"""Time of a run's step if parts of it were like their peers: S, by operation, data rank and worker; and its likely
-cause.
+"""Time of a run's step if all of it were like its peers, and the likely cause of what it takes longer.
 
 The study's numbers (arXiv 2505.05713; ``whatif`` has the definitions) on the dependency graph of ``run_graph``, with
 the ideal of ``run_replay``. Runs have no pipeline, so there is one stage.
@@ -11,7 +10,6 @@ controller with its own usual steps. Without communications and peers (inline) t
 time only.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,59 +21,26 @@ from tilth.analysis.events import Events
 from tilth.analysis.run_graph import MEET, WORK, Steps, read_steps
 from tilth.analysis.run_rates import Rates, rates
 from tilth.analysis.run_replay import BLOCK, RunModel, alike, fast, numbered, quantiles
-from tilth.analysis.whatif import GUILTY, Cause, Finding, Place, Replayed, Slowdown, medians, mended, timed
+from tilth.analysis.whatif import Cause, Finding, Place, Replayed, medians, timed
 from tilth.config.axes import Split, over
 
 
-@dataclass(frozen=True)
-class RunWhatIf(Replayed):
-    """Findings of a run. ``explained``: a replay with the usual delays of dispatch (``RunModel.usual_delays``);
-    with the delays that were recorded the error is 0 by construction."""
-
-    by_axis: dict[str, dict[int, Slowdown]]
-    """For each axis of the mesh with more than one coordinate, S of each coordinate."""
-    worst: list[int]  # ranks of the workers of M_W
-    dropped: list[int]  # steps left out because calls of theirs are missing
-    older: int  # number of steps left out because the newer ones have enough events
-    profiled: tuple[int, ...]  # steps left out because a profiler made them longer
-
-
-def analyse_events(events: Events, steps: range | None = None) -> tuple[RunModel, RunWhatIf, Cause]:
+def analyse_events(events: Events, steps: range | None = None) -> tuple[RunModel, Replayed, Cause]:
     """Analyse loaded events. Raises DataError without a complete step or these steps."""
     model = RunModel(read_steps(events, steps))
-    found = what_if_run(model)
+    found = replayed(model)
     return model, found, diagnose_run(model, found)
 
 
-def what_if_run(model: RunModel) -> RunWhatIf:
-    """Compute all findings of a run."""
+def replayed(model: RunModel) -> Replayed:
+    """Return the times of a run's steps as recorded and in the ideal. Raises DataError if they are 0.
+
+    ``explained`` is a replay with the usual delays of dispatch (``RunModel.usual_delays``): with the delays that were
+    recorded the error is 0 by construction.
+    """
     steps = model.steps
-    everything = np.ones((len(model.order), 1), bool)
-    replayed, best = timed(model, everything)
-
-    def apart(groups: dict[int, np.ndarray]) -> dict[int, Slowdown]:
-        return {at: Slowdown.of(t, best) for at, t in zip(groups, model.groups_of(list(groups.values())).T)}
-
-    workers = steps.workers
-    at = coordinates(steps)
-    rows, layers = place_among(at, "rows"), place_among(at, "layers")
-    dp, stage = (np.array([place[int(r)] for r in workers], np.int64) for place in (rows, layers))
-    alone = model.groups_of([workers[i : i + 1] for i in range(len(workers))])
-    exact = alone.mean(0) / best.mean()
-    worst = workers[np.lexsort((workers, -exact))][: math.ceil(GUILTY * len(workers))]
-    talk = np.array([kind == "communication" for kind in steps.kinds])[None]
-    operations = zip(steps.ops, model.operations().T, model.real.sum(0))
-    least = 1e-3 * model.sum_real.sum()  # frames have no time of their own
-    return RunWhatIf(
-        steps=steps.steps, recorded=steps.recorded, replayed=replayed, explained=model.usual_delays(), ideal=best,
-        by_optype={name: Slowdown.of(t, best) for name, t, own in operations if own > least},
-        by_stage={}, by_dp=apart({int(d): workers[dp == d] for d in np.unique(dp)}),
-        by_axis={axis: apart(groups) for axis, groups in _axes(at, workers.tolist()).items()},
-        workers=workers, dp=dp, stage=stage, exact=exact, exact_per_step=(alone / best[:, None]).T,
-        worst=worst.tolist(), m_w=mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
-        m_s=mended(model, ~everything, replayed, best), m_c=mended(model, talk, replayed, best),
-        dropped=steps.dropped, older=steps.older, profiled=steps.profiled,
-    )  # fmt: skip
+    times = timed(model, np.ones((len(model.order), 1), bool))
+    return Replayed(steps.steps, steps.recorded, times[0], model.usual_delays(), times[1])
 
 
 def place_among(at: dict[int, dict[str, int]], split: Split) -> dict[int, int]:
@@ -93,16 +58,6 @@ def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
         rows = np.flatnonzero((events.rank == rank) & events.op.is_("call"))
         took = np.bincount(events.place.codes[rows], events.duration[rows], len(places))
         found[rank] = places[int(took.argmax())] if len(rows) else {}
-    return found
-
-
-def _axes(at: dict[int, dict[str, int]], workers: list[int]) -> dict[str, dict[int, np.ndarray]]:
-    """Ranks at each coordinate of every axis that has more than one."""
-    found = {}
-    for axis in dict.fromkeys(axis for rank in workers for axis in at[rank]):
-        mine = [at[rank].get(axis, -1) for rank in workers]
-        if len(set(mine) - {-1}) > 1:
-            found[axis] = {i: np.array([r for r, m in zip(workers, mine) if m == i]) for i in sorted(set(mine) - {-1})}
     return found
 
 
@@ -127,7 +82,7 @@ class _Candidate:
     plausible: bool
 
 
-def diagnose_run(model: RunModel, found: RunWhatIf) -> Cause:
+def diagnose_run(model: RunModel, found: Replayed) -> Cause:
     """Name why the steps are slow, and their time without each cause."""
     steps, work = model.steps, rates(model.steps)
     candidates = [_pauses(steps), _controller(steps)]
@@ -165,7 +120,7 @@ def _none(gains: dict[str, float], waste: float) -> str:
     )
 
 
-def _finding(c: _Candidate, times: np.ndarray, found: RunWhatIf) -> Finding:
+def _finding(c: _Candidate, times: np.ndarray, found: Replayed) -> Finding:
     now, then = float(np.median(found.replayed)), float(np.median(times))
     lost, won = found.replayed.mean() - found.ideal.mean(), found.replayed.mean() - times.mean()
     less = 100 * (1 - times.mean() / found.replayed.mean())

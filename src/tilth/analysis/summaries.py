@@ -72,13 +72,13 @@ def gain(events: Events, found: Account) -> dict[str, Any] | None:
     if len(found.ranks) == 1:
         return None
     try:
-        _, replayed, cause = analyse_events(events, range(int(found.steps[0]), int(found.steps[-1]) + 1))
+        model, replayed, cause = analyse_events(events, range(int(found.steps[0]), int(found.steps[-1]) + 1))
     except DataError:
         return None
     return {
         "slowdown": replayed.slowdown, "step": float(replayed.replayed.mean()),
         "ideal_step": float(replayed.ideal.mean()), "error": replayed.error,
-        "earlier": replayed.older,
+        "earlier": model.steps.older,
         "cause": cause_summary(cause),
     }  # fmt: skip
 
