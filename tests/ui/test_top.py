@@ -24,7 +24,7 @@ from tilth.config.load import load_recipe
 from tilth.core.lines import replace
 from tilth.runs.directory import RunDir
 from tilth.ui import top as ui
-from tilth.ui.top import KeptFiles, RunWatcher, Tail, as_dict, drawn, last_line, shares
+from tilth.ui.top import KeptFiles, RunWatcher, Tail, as_dict, drawn, last_line
 
 RECORD = {"phase": "grpo", "phase_steps": 250, "reward/mean": 0.5, "loss": 0.25, "time/step": 2.0, "memory/peak": 4e8}
 
@@ -237,7 +237,7 @@ def test_many_ranks(tmp_path):
     run = make(tmp_path, s("step", 0, 60, rank=40, step=1), *calls, records=[{"step": 1}])
     look = RunWatcher(run).look()
     assert "and 24 more" in shown(look) and len(as_dict(look)["recent"]["ranks"]) == 40
-    assert shares(look.recent, 0)["waiting"] == pytest.approx(50 / 60)
+    assert look.recent.shares(0)["waiting"] == pytest.approx(50 / 60)
 
 
 def test_an_ended_run_is_shown_once(tmp_path):

@@ -78,6 +78,14 @@ class Account:
         idle = [self.names.index(n) for n in (COMMUNICATION, PAUSE, PROFILE, *IDLE)]
         return np.delete(self.by_rank, idle, axis=1).sum(1)
 
+    def shares(self, i: int) -> dict[str, float]:
+        """Return the shares of the i-th rank's time, which sum to 1. pipeline: waiting for other stages."""
+        at = {name: float(self.by_rank[i, k]) / self.whole for k, name in enumerate(self.names)}
+        return {
+            "busy": float(self.busy[i]) / self.whole, "communication": at[COMMUNICATION], "gc": at[PAUSE],
+            "profile": at[PROFILE], "pipeline": at[STAGES], "waiting": at[PEERS] + at[CONTROLLER],
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class EventParts:

@@ -37,7 +37,7 @@ from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.html import embed, render, text_of
 from tilth.ui.result import headline
 from tilth.ui.samples import samples
-from tilth.ui.timeline import HUES, LANES, chosen, divided, health, stack, timeline, typical
+from tilth.ui.timeline import HUES, LANES, chosen, pictures, timeline
 from tilth.ui.top import first_line
 
 OPERATIONS = 14  # most operations in the table of times
@@ -160,14 +160,12 @@ def _pictures(seen: Seen, events: Events) -> list[Markup]:
         return _measured(seen)
     found = account(events, told(events) or None if seen.state["state"] == "running" else None)
     last = {r["step"] for r in seen.records if r.get("phase") == seen.records[-1].get("phase")}
-    usual, _ = typical(found, np.isin(found.steps, list(last)))
-    _, longest = typical(found)
-    ranks = [found.ranks[i] for i in chosen(found, LANES)]
-    figures = [timeline(events, usual, "A typical step", ranks)]
-    if longest != usual:
-        figures.append(timeline(events, longest, "The longest step", ranks))
-    beside = [render("times.html", note="", rows=[], health=health(found))] if len(found.ranks) > 1 else []
-    return [divided(found), *figures, stack(found), *beside]
+    drawn, longest = pictures(events, found, np.isin(found.steps, list(last))), list[Markup]()
+    if drawn["longest"] != drawn["usual"]:
+        ranks = [found.ranks[i] for i in chosen(found, LANES)]
+        longest = [timeline(events, drawn["longest"], "The longest step", ranks)]
+    beside = [render("times.html", note="", rows=[], health=drawn["health"])] if drawn["health"] else []
+    return [drawn["divided"], drawn["timeline"], *longest, drawn["stack"], *beside]
 
 
 def _measured(seen: Seen) -> list[Markup]:

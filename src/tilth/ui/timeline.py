@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -191,6 +192,16 @@ def _y(value: float, most: float) -> str:
     return f"{HEIGHT * (1 - value / most):.4g}"
 
 
+def pictures(events: Events, found: Account, among: np.ndarray | None = None) -> dict[str, Any]:
+    """Draw the whole time, a typical step, all steps, and the ranks if they are several, with the numbers of the typical
+    and of the longest step. among: bool [s], the steps of which one is typical; default: all."""
+    usual, ranks = typical(found, among)[0], [found.ranks[i] for i in chosen(found, LANES)]
+    return {
+        "divided": divided(found), "stack": stack(found), "timeline": timeline(events, usual, "A typical step", ranks),
+        "health": health(found) if len(found.ranks) > 1 else "", "usual": usual, "longest": typical(found)[1],
+    }  # fmt: skip
+
+
 # ---- ranks ----
 
 ROWS = 24  # most ranks in the table; of more, those that differ most from the median
@@ -215,10 +226,8 @@ def _row(found: Account, i: int) -> tuple[int, list[tuple[str, float, str]], lis
     """Return rank, parts, shares of the time, pace, and True if it is slow."""
     whole, colours = found.whole, hues(found.names)
     at = {name: float(found.by_rank[i, k]) / whole for k, name in enumerate(found.names)}
-    pace = float(found.pace[i])
-    shares = [
-        float(found.busy[i]) / whole, at[COMMUNICATION], at[PAUSE], at[STAGES], at[PEERS] + at[CONTROLLER],
-        float(found.meetings.blamed[i]) / whole,
-    ]  # fmt: skip
+    pace, part = float(found.pace[i]), found.shares(i)
+    shares = [part[name] for name in ("busy", "communication", "gc", "pipeline", "waiting")]
+    shares.append(float(found.meetings.blamed[i]) / whole)
     parts = [(name, share, colours[name]) for name, share in at.items() if share > 0]
     return found.ranks[i], parts, shares, "–" if math.isnan(pace) else f"{pace:.2f}", pace >= SLOW

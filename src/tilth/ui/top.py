@@ -26,6 +26,7 @@ from tilth.guard.health import read_health
 from tilth.runs.progress import Doing, read_progress
 from tilth.runs.readers import (
     ACCURACY,
+    HOUR,
     RECOVERIES,
     REWARD,
     WARNINGS,
@@ -130,6 +131,12 @@ class Look:
     def running(self) -> bool:
         return self.state["state"] in ("running", "restarting")
 
+    def ettr(self, window: float = math.inf) -> float | None:
+        """Return ``readers.ettr`` until now, or until the run ended."""
+        ended = self.state.get("ended")
+        end = datetime.fromisoformat(ended) if ended and not self.running else datetime.now(UTC)
+        return ettr(self.state, self.recoveries, end, window)
+
 
 class KeptFiles:
     """Values read of a run's files, until these are written or replaced."""
@@ -207,6 +214,13 @@ def living(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return found["ranks"] if found else ()
 
 
+def sign_of(row: Mapping[str, Any]) -> tuple[bool, str]:
+    """Return True if a rank gives no sign of life, and what it does, by its health."""
+    beat, doing = row.get("heartbeat_age"), [str(row[name]) for name in ("call", "operation") if row.get(name)]
+    late = row["state"] not in LIVING or (beat is not None and beat > LATE)
+    return late, ": ".join(dict.fromkeys(doing)) or "between calls"
+
+
 def last_line(path: Path) -> str:
     """Return the last complete line of a log without its time; empty if there is none."""
     try:
@@ -232,7 +246,7 @@ def as_dict(look: Look) -> dict[str, Any]:
         "memory": {"now": record.get("memory/rss"), "peak": record.get("memory/peak"),
                    "predicted": (look.state.get("memory") or {}).get("predicted")},
         "recent": _recent(look.recent), "recoveries": list(look.recoveries),
-        "ettr": _ettr(look), "ettr_last_hour": _ettr(look, 3600.0),
+        "ettr": look.ettr(), "ettr_last_hour": look.ettr(HOUR),
         "workers": list(look.workers), "warnings": list(look.warnings), "storage": _storage(look),
         "message": look.message,
     }  # fmt: skip
@@ -243,28 +257,13 @@ def _storage(look: Look) -> list[dict[str, Any]]:
     return list(look.state.get("storage") or []) if look.running else []
 
 
-def _ettr(look: Look, window: float = math.inf) -> float | None:
-    ended = look.state.get("ended")
-    end = datetime.fromisoformat(ended) if ended and not look.running else datetime.now(UTC)
-    return ettr(dict(look.state), look.recoveries, end, window)
-
-
 def _recent(found: Account | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
         "first": int(found.steps[0]), "last": int(found.steps[-1]),
         "parts": {name: seconds / found.whole for name, seconds in found.parts.items()},
-        "ranks": [{"rank": r} | shares(found, i) for i, r in enumerate(found.ranks)],
-    }  # fmt: skip
-
-
-def shares(found: Account, i: int) -> dict[str, float]:
-    """Return the shares of the i-th rank's time, which sum to 1. pipeline: waiting for other stages."""
-    at = {name: float(found.by_rank[i, k]) / found.whole for k, name in enumerate(found.names)}
-    return {
-        "busy": float(found.busy[i]) / found.whole, "communication": at[COMMUNICATION], "gc": at[PAUSE],
-        "profile": at[PROFILE], "pipeline": at[STAGES], "waiting": at[PEERS] + at[CONTROLLER],
+        "ranks": [{"rank": r} | found.shares(i) for i, r in enumerate(found.ranks)],
     }  # fmt: skip
 
 
@@ -284,7 +283,7 @@ def drawn(look: Look, width: int) -> RenderableType:
     if look.workers:
         parts.append(_workers(look.workers))
     if look.recoveries:
-        whole, hour, newest = _ettr(look), _ettr(look, 3600.0), format.survived(look.recoveries[-1])
+        whole, hour, newest = look.ettr(), look.ettr(HOUR), format.survived(look.recoveries[-1])
         shares = f"{whole:.1%} of the time effective, {hour:.1%} in the last hour" if whole and hour else ""
         count = format.count(len(look.recoveries), "failure")
         parts.append(Text.assemble(("survived  ", "dim"), f"{count}, the last: {newest}; {shares}"))
@@ -311,17 +310,14 @@ def _workers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for keeps in (True, False, False, False):
         grid.add_column(no_wrap=keeps)  # others are cut first
     for row in rows[:RANKS]:
-        beat, work = row.get("heartbeat_age"), row.get("progress_age")
-        doing = [str(row[name]) for name in ("call", "operation") if row.get(name)]
-        place = ": ".join(dict.fromkeys(doing)) or "between calls"
+        (late, doing), beat, work = sign_of(row), row.get("heartbeat_age"), row.get("progress_age")
         alive = f"alive {beat:.1f} s ago" if beat is not None else str(row["state"])
-        late = row["state"] not in LIVING or (beat is not None and beat > LATE)
         still = f", no progress for {format.timed(work)}" if work is not None and work > LATE else ""
         used = [format.size(row["memory"])] if row.get("memory") else []
         used += [f"{row['cores']:.1f} cores"] if row.get("cores") is not None else []
         state = "" if row["state"] in LIVING else f"{row['state']}, "
         colour = "red" if late else "yellow" if still else "dim"
-        cells = (place, ""), (f"{state}{alive}{still}", colour), (", ".join(used), "")
+        cells = (doing, ""), (f"{state}{alive}{still}", colour), (", ".join(used), "")
         cut = [Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in cells]
         grid.add_row(Text(f"rank {row['rank']}", "dim"), *cut)
     if len(rows) > RANKS:
@@ -354,7 +350,7 @@ def _ranks(found: Account, width: int) -> RenderableType:
         grid.add_column(no_wrap=True)
     room = max(width - 70, 8)
     for i, rank in enumerate(found.ranks[:RANKS]):
-        part = shares(found, i)
+        part = found.shares(i)
         text = "  ".join(f"{name} {format.part(v)}" for name, v in part.items() if v >= 0.0005)
         bar = split_bar([(part[name], colour) for name, colour in METER.items()], room)
         grid.add_row(Text(f"rank {rank}", "dim"), bar, Text(text, "dim"))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ from tilth.analysis.time_breakdown import CONTROLLER, PEERS, STAGES, Account, ac
 from tilth.core.errors import DataError
 from tilth.data.cache import FileState, file_state
 from tilth.process.child import Child
-from tilth.runs.readers import HOUR, ettr, read_recoveries, read_warnings
+from tilth.runs.readers import HOUR, read_warnings
 from tilth.trace.clock_samples import events_folder, read_rounds, rounds_path
 from tilth.ui import format
 from tilth.ui.heat import colour
 from tilth.ui.report import workers_of
-from tilth.ui.timeline import LANES, SLOW, chosen, divided, health, hues, lanes, stack, timeline, typical
-from tilth.ui.top import LATE, LIVING, first_line, living
+from tilth.ui.timeline import LANES, SLOW, chosen, hues, lanes, pictures
+from tilth.ui.top import first_line, living, sign_of
 from tilth.ui.web.follow import FollowedRun
 
 NEWEST = 20
@@ -109,14 +108,10 @@ def _newest_times(run: Path, state: tuple[FileState, ...]) -> Row:
 def _times(run: Path, steps: range | None) -> Row:
     events, known = read_steps_of(run, steps)
     found = account(events, known)
-    usual, longest = typical(found)
-    ranks = [found.ranks[i] for i in chosen(found, LANES)]
-    return {
-        "first": int(found.steps[0]), "last": int(found.steps[-1]), "divided": divided(found), "stack": stack(found),
-        "timeline": timeline(events, usual, "A typical step", ranks), "usual": usual, "longest": longest,
-        "health": health(found) if len(found.ranks) > 1 else "", "slow": slow_ranks(found), "idle": idle_share(found),
-        "steps": list(zip(found.steps.tolist(), found.seconds.tolist()))[-NEWEST:], "attempt": found.attempt,
-        "step": float(np.median(found.seconds)),
+    return pictures(events, found) | {
+        "first": int(found.steps[0]), "last": int(found.steps[-1]), "slow": slow_ranks(found),
+        "idle": idle_share(found), "steps": list(zip(found.steps.tolist(), found.seconds.tolist()))[-NEWEST:],
+        "attempt": found.attempt, "step": float(np.median(found.seconds)),
     }  # fmt: skip
 
 
@@ -151,33 +146,28 @@ def lanes_of(run: FollowedRun, step: int, part: tuple[float, float]) -> Row:
 
 def health_page(run: FollowedRun) -> Row:
     """Return who lives, what each rank does and uses, what was survived and warned of, and a heat map of phases."""
-    look, now = run.look(), datetime.now(UTC)
-    state = run.state()
-    ended = state.get("ended")
-    end = datetime.fromisoformat(ended) if ended and not look.running else now
-    survived = read_recoveries(run.path)
+    look, state = run.look(), run.state()
+    survived = look.recoveries
     findings = [{"title": f"{format.outcome(one)}: {format.survived(one)}", **_verdict(one)} for one in survived]
     findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
     return {
         "look": look, "workers": [_worker(row) for row in living(look.state)], "used": workers_of(state),
         "heat": heat(run.path, _events_state(run)),
         "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
-        "ettr": ettr(state, survived, end), "hour": ettr(state, survived, end, HOUR), "state": state,
+        "ettr": look.ettr(), "hour": look.ettr(HOUR), "state": state,
         "lost": sum(one["lost"] + one["seconds"] for one in survived), "count": len(survived),
     }  # fmt: skip
 
 
-def _verdict(one: Row) -> Row:
+def _verdict(one: Mapping[str, Any]) -> Row:
     ranks = ", ".join(map(str, one.get("ranks") or []))
     return {"time": one["time"], "step": one["step"], "ranks": ranks, "evidence": one["evidence"]}
 
 
 def _worker(row: Mapping[str, Any]) -> Row:
     """Return the health of a rank, with True as ``late`` if it gives no sign of life."""
-    beat = row.get("heartbeat_age")
-    doing = [str(row[name]) for name in ("call", "operation") if row.get(name)]
-    late = row["state"] not in LIVING or (beat is not None and beat > LATE)
-    return {**row, "late": late, "doing": ": ".join(dict.fromkeys(doing)) or "between calls", "beat": beat}
+    late, doing = sign_of(row)
+    return {**row, "late": late, "doing": doing, "beat": row.get("heartbeat_age")}
 
 
 @lru_cache(KEPT)
