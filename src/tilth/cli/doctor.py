@@ -40,22 +40,22 @@ class Product:
 class Findings:
     """All findings."""
 
-    python: str
-    torch: str
-    cpu_features: list[str]
-    cores: int
-    usable: int
-    threads: int
-    load: float
-    memory: int
-    memory_free: int
-    gpu: str | None
-    disk_free: int
-    disk_writable: bool
-    products: list[Product]
+    python: str = field(default_factory=platform.python_version)
+    torch: str = torch.__version__
+    cpu_features: list[str] = field(default_factory=lambda: cpu_features())
+    cores: int = field(default_factory=lambda: psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    usable: int = field(default_factory=lambda: _usable())
+    threads: int = field(default_factory=lambda: torch.get_num_threads())
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    memory: int = field(default_factory=lambda: psutil.virtual_memory().total)
+    memory_free: int = field(default_factory=lambda: psutil.virtual_memory().available)
+    gpu: str | None = field(default_factory=lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    disk_free: int = field(default_factory=lambda: shutil.disk_usage(Path.cwd()).free)
+    disk_writable: bool = field(default_factory=lambda: os.access(Path.cwd(), os.W_OK))
+    products: list[Product] = field(default_factory=lambda: products())
     run_seconds: float | None = None
     run_error: str | None = None
-    namesake: str | None = None
+    namesake: str | None = field(default_factory=namesake)
     advice: list[str] = field(default_factory=list)
 
     @property
@@ -65,33 +65,21 @@ class Findings:
 
 def examine(options: DoctorCommand) -> None:
     """Print the findings; exit code 1 if a run would not work."""
-    found = find(Path.cwd())
+    found = find()
     typer.echo(json.dumps(asdict(found)) if options.as_json else "\n".join(lines(found)))
     raise typer.Exit(0 if found.able else 1)
 
 
-def find(folder: Path) -> Findings:
-    """Inspect, measure (about two seconds), and train a small run. folder: of future runs."""
-    memory = psutil.virtual_memory()
-    found = Findings(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        cpu_features=cpu_features(),
-        cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
-        usable=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        load=os.getloadavg()[0],
-        memory=memory.total,
-        memory_free=memory.available,
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        disk_free=shutil.disk_usage(folder).free,
-        disk_writable=os.access(folder, os.W_OK),
-        products=products(),
-        namesake=namesake(),
-    )
+def find() -> Findings:
+    """Inspect, measure (about two seconds), and train a small run. The current folder is that of future runs."""
+    found = Findings()
     found.run_seconds, found.run_error = try_run()
     found.advice = advise(found)
     return found
+
+
+def _usable() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

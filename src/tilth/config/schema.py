@@ -109,12 +109,10 @@ class DataConfig(Section):
         description=f"a task ({', '.join(shipped_tasks())}), or files: JSONL, JSON, CSV, Parquet, Arrow, "
         "text, compressed or not, a dataset directory, a folder or a pattern of such files",
     )
-    columns: dict[Literal["prompt", "answer", "messages", "tools", "text", "chosen", "rejected", "margin"], str] = (
-        Field(
-            {},
-            description="columns of the data by role: a name, a path (reward_model.ground_truth) or a pattern "
-            "(Q: {question}); a column with the name of its role needs no entry",
-        )
+    columns: dict[ColumnRole, str] = Field(
+        {},
+        description="columns of the data by role: a name, a path (reward_model.ground_truth) or a pattern "
+        "(Q: {question}); a column with the name of its role needs no entry",
     )
     digits: int = Field(
         3, ge=1, le=9, description="digits of the numbers of a task (countdown, sorting: at most this many)"

@@ -173,24 +173,32 @@ class Evaluation:
         }
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield every completion as plain data."""
-        for s in self.samples:
-            begin, trajectory = s.trajectory.prompt_length, s.trajectory
-            yield {
-                "prompt": s.prompt.index,
-                "sample": s.number,
-                "prompt_text": s.prompt.text,
-                "text": trajectory.text,
-                "answer": s.prompt.answer,
-                "reward": s.outcome.value,
-                "right": s.right,
-                "parts": s.outcome.parts,
-                "reason": s.outcome.reason,
-                "finish": trajectory.finish,
-                "prompt_tokens": trajectory.tokens[:begin].tolist(),
-                "tokens": trajectory.tokens[begin:].tolist(),
-                "logprobs": trajectory.logprobs[begin:].tolist(),
-            }
+        """Yield every completion as plain data: ``FIELDS``."""
+        for sample in self.samples:
+            yield {name: value(sample) for name, (_, value) in FIELDS.items()}
+
+
+def _generated(name: str) -> Callable[[Sample], Any]:
+    """Return a function from a sample to a column of the tokens that follow its prompt."""
+    return lambda s: getattr(s.trajectory, name)[s.trajectory.prompt_length :].tolist()
+
+
+FIELDS: dict[str, tuple[pa.DataType, Callable[[Sample], Any]]] = {
+    "prompt": (pa.int64(), lambda s: s.prompt.index),
+    "sample": (pa.int32(), lambda s: s.number),
+    "prompt_text": (pa.string(), lambda s: s.prompt.text),
+    "text": (pa.string(), lambda s: s.trajectory.text),
+    "answer": (pa.string(), lambda s: s.prompt.answer),
+    "reward": (pa.float64(), lambda s: s.outcome.value),  # null: missing
+    "right": (pa.bool_(), lambda s: s.right),
+    "parts": (pa.map_(pa.string(), pa.float64()), lambda s: s.outcome.parts),
+    "reason": (pa.string(), lambda s: s.outcome.reason),  # why the reward is missing
+    "finish": (pa.string(), lambda s: s.trajectory.finish),
+    "prompt_tokens": (pa.list_(pa.int32()), lambda s: s.trajectory.tokens[: s.trajectory.prompt_length].tolist()),
+    "tokens": (pa.list_(pa.int32()), _generated("tokens")),
+    "logprobs": (pa.list_(pa.float32()), _generated("logprobs")),
+}
+"""Columns of a completion: their types in Parquet, and how they are read of a sample."""
 
 
 def _plain(found: Interval, prompts: int) -> dict[str, Any]:
@@ -321,23 +329,6 @@ def write_completions(path: Path, evaluation: Evaluation) -> None:
                 file.writelines(to_json(record) + "\n" for record in evaluation.records())
         else:
             rows = [{**record, "parts": list(record["parts"].items())} for record in evaluation.records()]
-            pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), path)
-
-
-COLUMNS = pa.schema(
-    [
-        ("prompt", pa.int64()),
-        ("sample", pa.int32()),
-        ("prompt_text", pa.string()),
-        ("text", pa.string()),
-        ("answer", pa.string()),
-        ("reward", pa.float64()),  # null: missing
-        ("right", pa.bool_()),
-        ("parts", pa.map_(pa.string(), pa.float64())),
-        ("reason", pa.string()),  # why the reward is missing
-        ("finish", pa.string()),
-        ("prompt_tokens", pa.list_(pa.int32())),
-        ("tokens", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-    ]
-)
+            pq.write_table(
+                pa.Table.from_pylist(rows, schema=pa.schema([(name, kind) for name, (kind, _) in FIELDS.items()])), path
+            )

@@ -193,8 +193,10 @@ def _y(value: float, most: float) -> str:
 
 
 def pictures(events: Events, found: Account, among: np.ndarray | None = None) -> dict[str, Any]:
-    """Draw the whole time, a typical step, all steps, and the ranks if they are several, with the numbers of the typical
-    and of the longest step. among: bool [s], the steps of which one is typical; default: all."""
+    """Draw the whole time, a typical step, all steps, and several ranks; name the typical and the longest step.
+
+    among: bool [s], the steps of which one is typical; default: all.
+    """
     usual, ranks = typical(found, among)[0], [found.ranks[i] for i in chosen(found, LANES)]
     return {
         "divided": divided(found), "stack": stack(found), "timeline": timeline(events, usual, "A typical step", ranks),
