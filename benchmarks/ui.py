@@ -107,15 +107,18 @@ def timed(client: httpx.Client, path: str) -> float:
 
 
 def views(long: str, large: str, steps: int) -> dict[str, str]:
+    """Return addresses with a place for a number that differs in each request: the server keeps no answer to it."""
     return {
-        "list": "/", "list, searched": "/?q=run-00", "run": f"/runs/{long}",
-        "curves": f"/curves.json?run={long}&metric=loss&metric=reward/mean&metric=time/part3",
-        "curves, smoothed": f"/curves.json?run={long}&metric=loss&smooth=50&x=seconds",
-        "newest trajectories": f"/runs/{large}/trajectories", "one step": f"/runs/{large}/trajectories?steps={steps}",
-        "all, by reward": f"/runs/{large}/trajectories?steps=0:&sort=reward",
-        "all, by text": f"/runs/{large}/trajectories?steps=0:&text=is+777",
-        "group": f"/runs/{large}/group?step=1&group=500", "compare": f"/compare?run={long}&run={large}",
-        "health": f"/runs/{long}/health",
+        "list": "/?n={n}", "list, searched": "/?q=run-0{n}", "run": f"/runs/{long}?n={{n}}",
+        "curves": f"/curves.json?run={long}&metric=loss&metric=reward/mean&metric=time/part3&n={{n}}",
+        "curves, smoothed": f"/curves.json?run={long}&metric=loss&smooth={{n}}&x=seconds",
+        "newest trajectories": f"/runs/{large}/trajectories?n={{n}}",
+        "one step": f"/runs/{large}/trajectories?steps={steps}&n={{n}}",
+        "all, by reward": f"/runs/{large}/trajectories?steps=0:&reward=0.5{{n}}:&sort=reward",
+        "all, by text": f"/runs/{large}/trajectories?steps=0:&text=is+7{{n}}",
+        "all, by a text that is nowhere": f"/runs/{large}/trajectories?steps=0:&text=nowhere+{{n}}",
+        "group": f"/runs/{large}/group?step=1&group=500&n={{n}}", "compare": f"/compare?run={long}&run={large}&n={{n}}",
+        "health": f"/runs/{long}/health?n={{n}}",
     }  # fmt: skip
 
 
@@ -133,9 +136,7 @@ def measure_views(root: Path, repeats: int, paths: dict[str, str]) -> list[dict[
         rows.append({"what": "list, all runs read", "seconds": time.perf_counter() - complete + first})
         most = process.memory_info().rss
         for name, path in paths.items():
-            cold, took = timed(client, path), []
-            for _ in range(repeats):
-                took.append(timed(client, path))
+            cold, *took = [timed(client, path.format(n=10 + n)) for n in range(repeats + 1)]
             most = max(most, process.memory_info().rss)
             p95 = float(np.quantile(took, 0.95))
             rows.append({"what": name, "first": cold, "median": float(np.median(took)), "p95": p95, "bar": 0.3})

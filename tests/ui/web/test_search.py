@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tilth.data.trajectories import GROUP, conform, read_trajectories
+from tilth.data.trajectories import conform, read_trajectories
+from tilth.ui.web import search as searching
 from tilth.ui.web.search import PAGE, Wanted, answers_to, group_of, newest_step, prompts_of, search
 
 
@@ -26,15 +27,13 @@ def run(tmp_path_factory):
                 rows.append(
                     {"step": step, "id": step * 100 + i, "group": step * 10 + i // 4, "prompt": i // 4,
                      "length": length, "prompt_text": f"what is {i // 4}?",
-                     "text": chance.choice(["Yes", "no"]) * length,
+                     "text": chance.choice(["Yes", "no", "Ähre"]) * length,
                      "reward": chance.choice([None, 0.0, 0.5, 1.0]), "finish": chance.choice(["stop", "length"]),
                      "tokens": [1] * (2 + length), "mask": [0, 0] + [1] * length, "prompt_length": 2}
                 )  # fmt: skip
         table = conform(pa.Table.from_pylist(rows))
         table = table.drop_columns("length") if first == 1 else table
-        pq.write_table(
-            table, root / "trajectories" / f"steps-{first:06d}-{first + 1:06d}.parquet", row_group_size=GROUP
-        )
+        pq.write_table(table, root / "trajectories" / f"steps-{first:06d}-{first + 1:06d}.parquet", row_group_size=32)
     return root
 
 
@@ -42,7 +41,7 @@ spread = st.sampled_from([(None, None), (0.5, None), (None, 0.5), (0.2, 0.9)])
 searches = st.builds(
     Wanted, steps=st.sampled_from([(6, 6), (1, 6), (2, 3), (9, 12)]), reward=spread,
     length=st.sampled_from([(None, None), (3, None), (None, 4), (2, 5)]), finish=st.sampled_from(["", "stop"]),
-    prompt=st.sampled_from([None, 3]), text=st.sampled_from(["", "yes", "is 2"]),
+    prompt=st.sampled_from([None, 3]), text=st.sampled_from(["", "yes", "is 2", "ähre", "?"]),
     sort=st.sampled_from(["step", "reward", "length", "id"]), down=st.booleans(), page=st.sampled_from([0, 1]),
 )  # fmt: skip
 
@@ -99,3 +98,25 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out(run, tmp_path):
     found = search(tmp_path, Wanted((0, 9)))
     assert [row["id"] for row in found.rows] == [1] and found.rows[0]["length"] is None
     assert [note.split()[0] for note in found.notes] == ["steps-000002-000002.parquet", "steps-000003-000003.parquet"]
+
+
+def test_columns_are_read_of_groups_of_rows_that_have_the_text(tmp_path, monkeypatch):
+    (tmp_path / "trajectories").mkdir()
+    path, read, columns_of = tmp_path / "trajectories" / "steps-000001-000001.parquet", [], searching._columns_of
+    texts = ["no", None, "no", "A needle", None, "no", "no", "no"]
+
+    def written(texts):
+        rows = [{"step": 1, "id": i, "text": text, "prompt_text": "p" if i else None} for i, text in enumerate(texts)]
+        pq.write_table(conform(pa.Table.from_pylist(rows)), path, row_group_size=2)
+
+    def reading(file, groups, names):
+        read.append([*groups])
+        return columns_of(file, groups, names)
+
+    written(texts)
+    monkeypatch.setattr(searching, "_columns_of", reading)
+    monkeypatch.setattr(searching, "ROWS", 3)
+    assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="a NEEDLE")).rows] == [3]
+    assert read == [[0, 1, 2, 3], [1], [1]]
+    written([*texts, "another needle"])
+    assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="needle")).rows] == [3, 8]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
+from tilth.data.cache import FileState, file_state
 from tilth.data.trajectories import COLUMNS, TRAJECTORIES, files_of
 
 PAGE = 50
@@ -22,6 +24,10 @@ SECONDS = 5.0
 """Seconds after which a search reads no further file."""
 READERS = 2
 """Files that a search reads at the same time."""
+FILES = 256
+"""Files whose metadata are kept."""
+ROWS = 4096
+"""Texts that are looked through at once."""
 GROUP = 64
 """Most samples of a group that are shown."""
 SHOWN = 400
@@ -138,12 +144,14 @@ def _match(path: Path, wanted: Wanted, most: int) -> Matches:
             starts = _starts(file)
             steps = {g: span for g in range(file.num_row_groups) if _meets(*(span := _steps_of(file, g)), wanted.steps)}
             groups = [*steps]
-            table = _columns_of(file, groups, wanted.columns)
-            places = [np.arange(starts[g], starts[g + 1]) for g in groups]
-            table = table.append_column("place", pa.array(np.concatenate(places) if places else [], pa.int64()))
+            places = _rows_of(starts, groups)
             if wanted.text:
-                said = pc.or_kleene(*(_says(table[name], wanted.text) for name in _TEXTS))
-                table = table.drop_columns([*_TEXTS]).filter(said)
+                texts = _columns_of(file, groups, _TEXTS)
+                places = places[np.logical_or(*(_says(texts[name], wanted.text) for name in _TEXTS))]
+                groups = np.unique(np.searchsorted(starts, places, "right") - 1).tolist()  # no others are read further
+            rows = _rows_of(starts, groups)
+            table = _columns_of(file, groups, wanted.columns).append_column("place", pa.array(rows))
+            table = table if len(places) == len(rows) else table.filter(pa.array(np.isin(rows, places)))
             whole = all(wanted.steps[0] <= low and high <= wanted.steps[1] for low, high in steps.values())
             table = table if whole and wanted.any_in_steps else table.filter(wanted.filter())
             return Matches(len(table), _first(table.select([*{"step", "id", wanted.sort}, "place"]), wanted, most), "")
@@ -153,19 +161,28 @@ def _match(path: Path, wanted: Wanted, most: int) -> Matches:
         return Matches(0, None, f"{path.name} cannot be read and is left out: {str(error).splitlines()[0][:200]}")
 
 
-def _opened(path: Path, repeating: Sequence[str]) -> pq.ParquetFile:
+def _opened(path: Path, repeating: Sequence[str] = ()) -> pq.ParquetFile:
     """Open a file; columns that repeat are read as dictionaries."""
-    file = pq.ParquetFile(path)
-    if not (there := [name for name in repeating if name in file.schema_arrow.names]):
-        return file
-    with file:
-        return pq.ParquetFile(path, read_dictionary=there, metadata=file.metadata)
+    about, names = _about(path, file_state(path))
+    return pq.ParquetFile(path, read_dictionary=[name for name in repeating if name in names], metadata=about)
+
+
+@lru_cache(FILES)
+def _about(path: Path, state: FileState) -> tuple[pq.FileMetaData, list[str]]:
+    """Return the metadata and the columns of a file, read anew where it was written."""
+    about = pq.read_metadata(path)
+    return about, about.schema.to_arrow_schema().names
 
 
 def _starts(file: pq.ParquetFile) -> np.ndarray:
     """Return the first row of each group of rows, and their number."""
     counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def _rows_of(starts: np.ndarray, groups: Sequence[int]) -> np.ndarray:
+    """Return the places of the rows of groups of rows: int64 [n]."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[g], starts[g + 1]) for g in groups)])
 
 
 def _steps_of(file: pq.ParquetFile, group: int) -> tuple[Any, Any]:
@@ -196,16 +213,31 @@ def _columns_of(file: pq.ParquetFile, groups: Sequence[int], names: Iterable[str
     return pa.table(found)
 
 
-def _says(column: pa.ChunkedArray, text: str) -> pa.ChunkedArray:
+def _says(column: pa.ChunkedArray, text: str) -> np.ndarray:
     """Return where a text has another one in it, in capitals or not; a text that repeats is looked at once."""
-    if pa.types.is_dictionary(column.type):
-        chunks = [_says(pa.chunked_array([c.dictionary]), text).take(c.indices) for c in column.chunks]
-        return pa.chunked_array([part for chunk in chunks for part in chunk.chunks], pa.bool_())
-    if text.lower() == text.upper():
-        return pc.match_substring(column, text)
-    if text.isascii():  # half the time of a match that ignores case
-        return pc.match_substring(pc.ascii_lower(column), text.lower())
-    return pc.match_substring(column, text, ignore_case=True)
+    found = []
+    for chunk in column.chunks:
+        if pa.types.is_dictionary(chunk.type):
+            said = np.append(_says(pa.chunked_array([chunk.dictionary]), text), False)  # the last one is of nulls
+            found.append(said[chunk.indices.fill_null(-1).to_numpy()] if said.any() else np.zeros(len(chunk), bool))
+        else:
+            found += [_said(chunk[at : at + ROWS], text) for at in range(0, len(chunk), ROWS)]
+    return np.concatenate([np.zeros(0, bool), *found])
+
+
+def _said(texts: pa.StringArray, text: str) -> np.ndarray:
+    """Return where texts have another one in them, in capitals or not."""
+    if text.lower() != text.upper() and not text.isascii():
+        found = pc.match_substring(texts, text, ignore_case=True)
+    else:
+        if text.lower() != text.upper():
+            texts, text = pc.ascii_lower(texts), text.lower()
+        begin, end = np.frombuffer(texts.buffers()[1], np.int32)[[texts.offset, texts.offset + len(texts)]].tolist()
+        values = texts.buffers()[2]
+        if text.encode() not in (values[begin:end].to_pybytes() if values else b""):  # half the time of a match
+            return np.zeros(len(texts), bool)
+        found = pc.match_substring(texts, text)
+    return found.fill_null(False).to_numpy(zero_copy_only=False)
 
 
 def _first(table: pa.Table, wanted: Wanted, most: int) -> pa.Table:
@@ -228,7 +260,7 @@ def _rows_at(
     def read(number: int) -> str:
         mine = np.asarray([place for file, place in places if file == number])
         try:
-            with pq.ParquetFile(files[number]) as file:
+            with _opened(files[number]) as file:
                 starts = _starts(file)
                 groups = np.searchsorted(starts, mine, "right") - 1
                 for group in np.unique(groups).tolist():
