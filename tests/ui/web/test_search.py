@@ -110,13 +110,13 @@ def test_columns_are_read_of_groups_of_rows_that_have_the_text(tmp_path, monkeyp
         pq.write_table(conform(pa.Table.from_pylist(rows)), path, row_group_size=2)
 
     def reading(file, groups, names):
-        read.append([*groups])
+        read.append(([*groups], "text" in names))
         return columns_of(file, groups, names)
 
     written(texts)
     monkeypatch.setattr(searching, "_columns_of", reading)
     monkeypatch.setattr(searching, "ROWS", 3)
     assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="a NEEDLE")).rows] == [3]
-    assert read == [[0, 1, 2, 3], [1], [1]]
+    assert read == [([0, 1, 2, 3], True), ([1], False), ([1], True)]
     written([*texts, "another needle"])
     assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="needle")).rows] == [3, 8]

@@ -63,9 +63,9 @@ class Wanted:
 
     @property
     def columns(self) -> set[str]:
-        """Return the columns that decide which rows match, and in which order."""
-        asked = {"reward": self.reward != (None, None), "length": self.length != (None, None), "finish": self.finish}
-        asked |= {"prompt": self.prompt is not None} | dict.fromkeys(_TEXTS, bool(self.text))
+        """Return the columns that decide which rows match, but for texts, and in which order."""
+        asked = {"reward": self.reward != (None, None), "length": self.length != (None, None)}
+        asked |= {"finish": bool(self.finish), "prompt": self.prompt is not None}
         return {"step", "id", self.sort, *(name for name, needed in asked.items() if needed)}
 
     @property
@@ -148,6 +148,8 @@ def _match(path: Path, wanted: Wanted, most: int) -> Matches:
             if wanted.text:
                 texts = _columns_of(file, groups, _TEXTS)
                 places = places[np.logical_or(*(_says(texts[name], wanted.text) for name in _TEXTS))]
+                if not len(places):
+                    return Matches(0, None, "")
                 groups = np.unique(np.searchsorted(starts, places, "right") - 1).tolist()  # no others are read further
             rows = _rows_of(starts, groups)
             table = _columns_of(file, groups, wanted.columns).append_column("place", pa.array(rows))
