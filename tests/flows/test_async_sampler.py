@@ -24,6 +24,7 @@ from tilth.rewards.process_pool import RewardPool
 from tilth.runs.events import EVENTS, RunReplay, read_events
 from tilth.runs.readers import read_metrics, summarise
 from tilth.runs.state import Intervals, RunState
+from tilth.ui.format import behind
 
 TIMED = ("fully_async/buffer", "fully_async/trainer", "fully_async/rollouter")
 """Metrics that depend on a clock."""
@@ -91,7 +92,7 @@ def test_samples_are_within_the_bound_and_consumed_once(tmp_path, staleness, ord
     ages = summarise(result.directory)["behind"]
     chosen = sum(sum(row["mask"]) for row in rows(result).values())
     assert ages["max"] == max(behind) and sum(ages["tokens"].values()) == chosen
-    assert ages["samples"] == {"finished": 72, "consumed": 72, "dropped": 0}
+    assert ages["samples"] == {"finished": 72, "consumed": 72, "dropped": 0} and ages["dropped"] == {}
     assert ages["lengths"]["finished"] == pytest.approx(ages["lengths"]["consumed"])
 
 
@@ -197,6 +198,37 @@ def test_what_was_in_flight_over_data_that_changed_is_dropped(tmp_path, fallen):
     result = tiny.run(made, name="run")
     check_once(result, 6)
     assert left_out(result, fallen) == {"recipe"}
+    lost, found = sum(size for _, size, *_ in fallen), summarise(result.directory)["behind"]
+    assert found["dropped"] == {"recipe": lost} and found["samples"]["dropped"] == lost
+
+
+def test_what_a_shorter_recipe_has_no_room_for_is_counted_as_dropped(tmp_path, fallen):
+    """At the end of the run it is in no record of a step."""
+    made = recipe(tmp_path, 2, run={"save_every": 2}, algorithm={"steps": 5})
+    result = tiny.run(made, name="run", allow=["algorithm.steps"])
+    gone = [e for e in read_events(result.directory / EVENTS) if e.kind == "drop"]
+    assert gone and {e.fields["reason"] for e in gone} == {"recipe"}
+    found = summarise(result.directory)["behind"]
+    assert found["dropped"] == {"recipe": len(gone)} and found["samples"]["dropped"] == len(gone)
+    assert found["lengths"]["dropped"] is None  # none of them had ended
+    assert f"({len(gone)} recipe)" in dict(behind(found))["samples"]
+
+
+def test_lengths_of_what_was_dropped_are_of_samples_that_had_ended(tmp_path, own_loop):
+    def stops_early(run):
+        for _ in run.experience(group=2):
+            if run.state.step == 1:
+                break
+            run.sync_weights(run.policy)
+        run.sampler.leave()
+
+    own_loop(stops_early)
+    result = tiny.run(recipe(tmp_path, 2))
+    gone = [e.fields for e in read_events(result.directory / EVENTS) if e.kind == "drop"]
+    ended = [one["tokens"] for one in gone if one["tokens"] is not None]
+    found = summarise(result.directory)["behind"]
+    assert found["dropped"] == {"end": len(gone)} and len(gone) > len(ended)
+    assert found["lengths"]["dropped"] == (pytest.approx(sum(ended) / len(ended)) if ended else None)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tilth.core.errors import ArgumentError, DataError, StorageError, TokenCount
 from tilth.core.trajectory import Trajectory
 from tilth.core.write_queue import WriteQueue, settle
 from tilth.runs.directory import RunDir
-from tilth.runs.events import EVENTS, KINDS, AsyncLog, Event, RunReplay, _line, read_events
+from tilth.runs.events import EVENTS, KINDS, AsyncLog, Event, RunReplay, _line, committed_drops, read_events
 from tilth.runs.identity import Identity
 from tilth.runs.readers import read_state
 
@@ -85,7 +85,7 @@ def test_a_trajectory_is_consumed_or_dropped_once(tmp_path, kind):
     number = log.sync(1)
     with raises(TokenCountError, "events.twice"):
         log.append(kind, **event(kind, 4))
-    log.append("drop", id=5, reason="stale")
+    log.append("drop", id=5, reason="stale", tokens=None)
     again = log_at(tmp_path)
     again.cut(number)
     with raises(TokenCountError, "events.twice"):
@@ -136,6 +136,32 @@ def test_a_cut_leaves_what_was_committed(tmp_path_factory, before, after, seed):
     assert [one.number for one in read_events(log.path)] == [*range(number + 2)]
 
 
+def test_drops_are_counted_by_reason_up_to_the_newest_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.runs.events._TAIL", 64)  # the commit is further from the end
+    assert committed_drops(tmp_path) is None
+    log = AsyncLog(tmp_path / EVENTS, MINE)
+    assert committed_drops(tmp_path) == {}
+    for i, (reason, tokens) in enumerate([("stale", 5), ("stale", None), ("end", 0), ('"kind": "commit"', None)]):
+        log.append("drop", id=i, reason=reason, tokens=tokens)
+    first, found = log.sync(1), {"stale": (2, 1, 5), "end": (1, 1, 0), '"kind": "commit"': (1, 0, 0)}
+    assert committed_drops(tmp_path) == found
+    log.append("drop", id=9, reason="end", tokens=3)
+    assert committed_drops(tmp_path) == found  # the attempt may fall
+    again = AsyncLog(tmp_path / EVENTS, MINE)
+    again.cut(first)
+    again.append("drop", id=9, reason="end", tokens=3)
+    again.sync(2)
+    assert committed_drops(tmp_path) == found | {"end": (2, 2, 3)}
+
+
+def test_a_log_whose_commits_count_no_drops_says_nothing_of_them(tmp_path):
+    log = AsyncLog(tmp_path / EVENTS, MINE)
+    log.append("drop", id=1, reason="end", tokens=3)
+    with log.path.open("a") as file:
+        file.write(_line(Event(2, "commit", {"step": 1})) + "\n")
+    assert committed_drops(tmp_path) is None
+
+
 def test_a_cut_of_a_long_log_holds_little_of_it_and_writes_none_of_it_again(tmp_path):
     log = log_at(tmp_path)
     number = 8000
@@ -154,7 +180,7 @@ def test_a_cut_of_a_long_log_holds_little_of_it_and_writes_none_of_it_again(tmp_
     after = log.path.stat()
     assert peak < size / 3 and after.st_ino == before.st_ino and after.st_size == size - len(_line(tail[1])) - 1
     with raises(TokenCountError, "events.twice"):
-        again.append("drop", id=number - 1, reason="stale")
+        again.append("drop", id=number - 1, reason="stale", tokens=None)
     assert again.append("publish", version=1) == number + 1
 
 
@@ -448,6 +474,6 @@ def test_another_order_or_a_step_that_learns_from_fewer_is_an_error(tmp_path):
 
 def test_lines_are_json(tmp_path):
     log = log_at(tmp_path)
-    log.append("drop", id=3, reason='ends in ", "sum": 5}')
+    log.append("drop", id=3, reason='ends in ", "sum": 5}', tokens=4)
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert rows[0]["recipe"] == "mine" and rows[1]["reason"] == since(log)[0].fields["reason"]

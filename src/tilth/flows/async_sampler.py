@@ -209,10 +209,9 @@ class AsyncSampler(Sampler):
         groups = {first: self.ledger.open.get(first) for first in firsts}
         groups |= {group.first: group for group in self.ledger.taken if group.first in groups}
         for group in filter(None, groups.values()):
-            self._log_drop(group.first, group.stop, reason)
+            self._log_drop(group.first, group.stop, reason, self._flights.get(group.first))
         for group in self.ledger.drop(firsts):
             flight = self._flights.pop(group.first, None)
-            self.metrics.add("samples/dropped", float(group.size))
             if reason == "stale":
                 self.metrics.add("fully_async/count/dropped_stale_samples", float(group.size))
             if flight is None:  # its replica has it, ends its environments, and gives it back
@@ -221,13 +220,15 @@ class AsyncSampler(Sampler):
                 if reason == "stale":
                     self._replicas().forget(flight)
                 self._freed.append(self._leases.pop(group.first))
-                for one in flight.ended.values():
-                    self.metrics.add("length/dropped", float(sum(one.chosen)))
 
-    def _log_drop(self, first: int, stop: int, reason: str) -> None:
-        """Log that the samples of [first, stop) are dropped."""
+    def _log_drop(self, first: int, stop: int, reason: str, flight: Flight | None = None) -> None:
+        """Log and count that the samples of [first, stop) are dropped. flight: None before they have ended."""
         for i in range(first, stop):
-            self.events.append("drop", id=i, reason=reason)
+            tokens = None if flight is None else sum(flight.ended[i].chosen)
+            self.events.append("drop", id=i, reason=reason, tokens=tokens)
+            self.metrics.add("samples/dropped", 1.0)
+            if tokens is not None:
+                self.metrics.add("length/dropped", float(tokens))
 
     # ---- engines ----
 

@@ -25,7 +25,7 @@ from tilth.core import lines
 from tilth.core.errors import ArgumentError, DataError, TokenCountError, TokenIdentityError
 from tilth.core.files import writing
 from tilth.core.lines import Lines
-from tilth.core.write_queue import PATIENCE, WriteQueue, lost
+from tilth.core.write_queue import PATIENCE, WriteQueue, lost, settle
 from tilth.runs.files import to_json
 from tilth.runs.identity import Identity
 from tilth.runs.readers import read_metrics, read_state
@@ -44,12 +44,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "resume": ("id", "tokens", "version"),
     "move": ("id", "from", "to", "tokens"),
     "consume": ("id", "batch", "checksum"),
-    "drop": ("id", "reason"),
+    "drop": ("id", "reason", "tokens"),
 }
 """Kind -> its fields. versions, opened: of ``Trajectory``; length: tokens so far, with the prompt; checksum:
-``experience.identity`` of the tokens; batch: the step, from 1; replica: place along dp of one that takes weights in its
-own time. A sample goes on with its first ``tokens`` tokens of completion: "resume", after a failure or in a new
-process that began with this ``version``; "move", from one replica to another, by their places."""
+``experience.identity`` of the tokens; batch: the step, from 1; replica: place along dp of one that takes weights in
+its own time; tokens of "drop": that the policy chose, None before its end. A sample goes on with its first ``tokens``
+tokens of completion: "resume", after a failure or in a new process that began with this ``version``; "move", from one
+replica to another, by their places."""
 PLACES = ("cluster", "guard", "rollout.layout", "rollout.pool", "rollout.repack")
 """Keys that may differ where a run is replayed."""
 REPLAY = "replay"
@@ -57,6 +58,8 @@ REPLAY = "replay"
 _ENDS = ("consume", "drop")
 _BEGIN, _COMMIT = "begin", "commit"
 _SUM = b', "sum": '
+_TAIL = 1 << 16
+"""Bytes at the end of a log in which a reader first looks for the newest commit."""
 
 
 class Event(NamedTuple):
@@ -65,6 +68,19 @@ class Event(NamedTuple):
     number: int
     kind: str
     fields: dict[str, Any]
+
+
+class Drops(NamedTuple):
+    """Samples that were dropped for one reason; of these such that had ended, and the tokens that the policy chose in
+    them."""
+
+    samples: int = 0
+    ended: int = 0
+    tokens: int = 0
+
+    def plus(self, tokens: int | None) -> "Drops":
+        """Return these and one more sample, of so many tokens; None: it had not ended."""
+        return Drops(self.samples + 1, self.ended + (tokens is not None), self.tokens + (tokens or 0))
 
 
 class DrawnPart(NamedTuple):
@@ -89,8 +105,8 @@ class AsyncLog:
         self.path, self.number = path, 0
         """number: of the newest line."""
         self._recipes, self._replay, self._queue, self._lock = recipes, replay, queue, Lock()
-        self._done, self._consumed = Intervals(), 0
-        """Ids that were consumed or dropped; number of those that the current step has consumed."""
+        self._done, self._consumed, self._drops = Intervals(), 0, dict[str, Drops]()
+        """Ids that were consumed or dropped; number of those that the current step has consumed; drops by reason."""
         self._lines: Lines | None = None
         if not path.exists():
             self.cut(0)
@@ -113,6 +129,8 @@ class AsyncLog:
         if kind in _ENDS:
             self._done.add(fields["id"])
             self._consumed += kind == "consume"
+        if kind == "drop":
+            _count(self._drops, fields)
         return number
 
     def sync(self, step: int) -> int:
@@ -120,7 +138,7 @@ class AsyncLog:
         if self._replay is not None:
             self._replay.check_all(step, self._consumed)
         self._consumed = 0
-        return self._append(_COMMIT, {"step": step}, sync=True)
+        return self._append(_COMMIT, {"step": step, "dropped": self._drops}, sync=True)
 
     def _append(self, kind: str, fields: dict[str, Any], *, sync: bool = False) -> int:
         assert self._lines is not None, "an old log is cut before it goes on"
@@ -136,13 +154,15 @@ class AsyncLog:
         """
         if self._queue is not None and (trouble := self._queue.settle(PATIENCE)):
             raise lost(trouble, f"the events up to {number} cannot be read")
-        done, found = Intervals(), -1
+        done, drops, found = Intervals(), dict[str, Drops](), -1
         if self.path.exists():
             with writing(self.path), open(self.path, "r+b") as file:
                 for event in _read(file, self.path, self._recipes, number):
                     found = event.number
                     if event.kind in _ENDS:
                         done.add(event.fields["id"])
+                    if event.kind == "drop":
+                        _count(drops, event.fields)
                     if found == number:
                         file.truncate(file.tell())
                         os.fsync(file.fileno())
@@ -152,7 +172,7 @@ class AsyncLog:
             lines.replace(self.path, f"{_line(begin)}\n".encode())
         self.close()
         self._lines = Lines(self.path, self._queue)
-        self.number, self._done, self._consumed = number, done, 0
+        self.number, self._done, self._consumed, self._drops = number, done, 0, drops
 
     def close(self) -> None:
         """Close the file."""
@@ -160,19 +180,24 @@ class AsyncLog:
             self._lines.close()
 
 
+def _count(drops: dict[str, Drops], fields: Mapping[str, Any]) -> None:
+    """Count a drop; logs of before ``tokens`` was in them have none."""
+    drops[fields["reason"]] = drops.get(fields["reason"], Drops()).plus(fields.get("tokens"))
+
+
 def _line(event: Event) -> str:
     text = to_json({"number": event.number, "kind": event.kind, **event.fields})
     return f"{text[:-1]}{_SUM.decode()}{zlib.crc32(text.encode())}}}"
 
 
-def _parsed(line: bytes, number: int) -> Event | None:
+def _parsed(line: bytes, number: int | None = None) -> Event | None:
     """Return the event of a line; None if it is torn, has other bytes than were written, or another number."""
     text, found, checksum = line.rpartition(_SUM)
     if not found or checksum != b"%d}\n" % zlib.crc32(text + b"}"):
         return None
     fields = json.loads(text + b"}")
     event = Event(fields.pop("number"), fields.pop("kind"), fields)
-    return event if event.number == number else None
+    return event if number in (None, event.number) else None
 
 
 def read_events(path: Path, recipes: Sequence[str] = (), needed: int | None = None) -> Iterator[Event]:
@@ -205,6 +230,26 @@ def _read(file: BinaryIO, path: Path, recipes: Sequence[str], needed: int | None
             "from an earlier checkpoint",
             key="events.cut",
         )
+
+
+def committed_drops(run: Path) -> dict[str, Drops] | None:
+    """Return what the newest commit in the log of a run has as dropped, by reason; None without a log, or with one of
+    before commits had it. Reads the end of the log alone."""
+    path = run / EVENTS
+    settle(path)
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        whole, size = file.seek(0, os.SEEK_END), _TAIL
+        while True:
+            file.seek(max(0, whole - size))
+            for line in reversed(file.read().splitlines(keepends=True)):
+                if _is_commit(line) and (event := _parsed(line)):
+                    found = event.fields.get("dropped")
+                    return None if found is None else {reason: Drops(*counts) for reason, counts in found.items()}
+            if size >= whole:
+                return {}
+            size *= 8
 
 
 def _is_commit(line: bytes) -> bool:

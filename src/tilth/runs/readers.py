@@ -312,7 +312,7 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
         "tokens_per_second_generate": _weighted(steps.pairs("tokens_per_second/generate", "time/generate")),
         "tokens_per_second_train": _weighted(steps.pairs("tokens_per_second/train", "time/update")),
         **{name.replace("/", "_"): _mean(values(name)) for name in BALANCE},
-        "behind": _behind(steps),
+        "behind": _behind(Path(run), steps),
         "mismatch_max": max(values("mismatch/max"), default=None),
         "mismatch_mean": max(values("mismatch/mean"), default=None),
         "rewards_missing": int(sum(values("reward/missing"))),
@@ -334,20 +334,31 @@ def _all_steps(records: Sequence[Record]) -> StepRecords:
     return StepRecords(records, pairs, lambda: {name for record in records for name in record})
 
 
-def _behind(steps: StepRecords) -> Record | None:
+def _behind(run: Path, steps: StepRecords) -> Record | None:
     """Return how far samples were behind the policy, and what became of them; None without ``rollout.staleness``.
 
     mean, max: versions; tokens: versions behind -> number; samples, lengths: of those that ended, were learned from and
-    were dropped: number, and mean tokens of their completions.
+    were dropped: number, and mean tokens of their completions; dropped: reason -> number. Drops are those of the log of
+    events, since metrics of a step lack what is dropped behind the last one.
     """
+    from tilth.runs.events import committed_drops  # reads with this module
+
     if not (behind := steps.values("staleness/max")):
         return None
     ages = sorted(int(age) for name in steps.names() if (age := name.removeprefix(_AGES)) != name and age.isdecimal())
     counts = {name: int(sum(steps.values(f"samples/{name}"))) for name in _FATES}
     lengths = {name: _weighted(steps.pairs(f"length/{name}", f"samples/{name}")) for name in _FATES}
+    drops = committed_drops(run)
+    lengths["dropped"] = None  # the metric's mean is over such as had ended, whose number it lacks
+    if drops is not None:
+        counts["dropped"] = sum(one.samples for one in drops.values())
+        if ended := sum(one.ended for one in drops.values()):
+            lengths["dropped"] = sum(one.tokens for one in drops.values()) / ended
+    dropped = {reason: one.samples for reason, one in (drops or {}).items()}
     tokens = {str(age): int(sum(steps.values(f"{_AGES}{age}"))) for age in ages}
     mean = _weighted(steps.pairs("staleness/mean", "samples"))
-    return {"mean": mean, "max": max(behind), "tokens": tokens, "samples": counts, "lengths": lengths}
+    found = {"mean": mean, "max": max(behind), "tokens": tokens, "samples": counts, "lengths": lengths}
+    return {**found, "dropped": dropped}
 
 
 def _mean(values: Sequence[float]) -> float | None:

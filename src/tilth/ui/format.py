@@ -170,6 +170,7 @@ def behind(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     shares = [f"{age}: {part(count / total)}" for age, count in ages.items() if age < AGES]
     if older := sum(count for age, count in ages.items() if age >= AGES):
         shares.append(f"{AGES} and more: {part(older / total)}")
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in (found.get("dropped") or {}).items())
     versions = f"mean {number(found['mean'])}, at most {number(found['max'])}"
     counts, lengths = found["samples"], found["lengths"]
     ends = [
@@ -177,7 +178,8 @@ def behind(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         for name, fate in FATES.items()
         if counts[name] or name == "dropped"  # older runs have not measured all
     ]
-    return [("versions behind", versions), ("tokens by them", ", ".join(shares)), ("samples", "; ".join(ends))]
+    samples = "; ".join(ends) + (f" ({reasons})" if reasons else "")
+    return [("versions behind", versions), ("tokens by them", ", ".join(shares)), ("samples", samples)]
 
 
 def updated(update: Mapping[str, Any]) -> str:
