@@ -1,7 +1,7 @@
 """What samples that are behind teach: the reward at the end, after equally many samples from one checkpoint.
 
     python benchmarks/async_learning.py [--quick] [--json PATH] [--task TASK] [--seeds 0 1 2]
-                                        [--staleness 1 4 free]
+                                        [--staleness 1 4 free] [--far]
 
 Tasks: addition of two digits, whose answers end within a round of the engine, and sorting of 2 to 6 digits (4 to 12
 tokens), where updates come while an answer grows; the reward is the share of right characters. With ``--task
@@ -10,6 +10,11 @@ is fine-tuned once for each task, and every run goes on from there with GRPO: wi
 "free", with and without ``algorithm.correction``, and with both ways of ``rollout.inflight`` where these differ. A
 run's figure is the mean reward of answers drawn for the same held-out prompts after its last step. A row is inside
 where its mean over seeds lies between the least and the greatest seed of staleness 0 with correction.
+
+``--far``, in place of these: addition with samples that are up to 256 versions behind (Second-Moment Trust Policy
+Optimization, M2PO, is said to learn from such), with the default correction, with M2PO and without any. The engine
+holds all that is begun, so the first 256 steps learn from samples of the first weights, later ones from such of 256
+versions before.
 
 Runs are inline: counted rounds and no clock decide what is in flight, so a busy machine changes no row.
 """
@@ -34,6 +39,9 @@ from tilth.runs.readers import read_metrics
 
 CORRECTION = "decoupled_token_is"
 """That of samples which are behind, by default."""
+NONE, M2PO = "", "decoupled_m2po"
+FAR = 256
+"""Versions that samples may be behind with ``--far``."""
 BUFFER = 8
 """Steps of samples that are in flight or wait, with staleness "free"."""
 DRAWN, DRAWN_IDS = 8, -(10**6)
@@ -53,7 +61,7 @@ class Case(NamedTuple):
 
     task: str
     staleness: int | str
-    correction: bool
+    correction: str
     inflight: str = "update"
 
 
@@ -65,7 +73,7 @@ class Sizes(NamedTuple):
     group: int = 8
 
 
-FULL, QUICK, OF_RECIPE = Sizes(20), Sizes(4, 4, 4), Sizes(120, 64, 8)
+FULL, QUICK, OF_RECIPE, LONG = Sizes(20), Sizes(4, 4, 4), Sizes(120, 64, 8), Sizes(320, 4, 4)
 
 
 def right(prompt: str, completion: str, info: dict[str, Any]) -> float:
@@ -77,8 +85,13 @@ def right(prompt: str, completion: str, info: dict[str, Any]) -> float:
 def cases(task: str, behind: Sequence[int | str]) -> list[Case]:
     """Rows of a task; staleness 0 with correction is the first."""
     ways = ("update", "finish") if task == "sorting" else ("update",)
-    found = [Case(task, 0, correction) for correction in (True, False)]
-    return found + [Case(task, n, correction, way) for n in behind for correction in (True, False) for way in ways]
+    found = [Case(task, 0, correction) for correction in (CORRECTION, NONE)]
+    return found + [Case(task, n, correction, way) for n in behind for correction in (CORRECTION, NONE) for way in ways]
+
+
+def far(task: str) -> list[Case]:
+    """Rows of ``--far``."""
+    return [Case(task, 0, CORRECTION), *(Case(task, FAR, one) for one in (CORRECTION, M2PO, NONE))]
 
 
 def settings(task: str, folder: Path, seed: int) -> dict[str, Any]:
@@ -133,13 +146,14 @@ def warm_up(task: str, folder: Path) -> None:
 def learn(case: Case, seed: int, folder: Path, sizes: Sizes) -> dict[str, Any]:
     """Make one run; return its figures."""
     made = settings(case.task, folder, seed)
-    made["rollout"] |= {"prompts": sizes.prompts, "group": sizes.group, "max_rows": sizes.prompts * sizes.group}
+    rows = sizes.prompts * sizes.group * (FAR + 1 if case.staleness == FAR else 1)
+    made["rollout"] |= {"prompts": sizes.prompts, "group": sizes.group, "max_rows": rows}
     made["rollout"] |= {"staleness": case.staleness} | ({"inflight": case.inflight} if case.staleness else {})
     made["rollout"] |= {"buffer": BUFFER} if case.staleness == "free" else {}
     made |= {"model": {"path": str(folder / f"{WARM}-001")}, "supervised": {"steps": 0}}
     made |= {"policy": {"probe_every": 0}, "guard": {"restarts": 0}}
     made["algorithm"] = made.get("algorithm", {}) | {
-        "steps": sizes.steps, "correction": CORRECTION if case.correction else ""
+        "steps": sizes.steps, "correction": case.correction
     }  # fmt: skip
     name = "-".join(map(str, (*case[1:], seed)))
     draw = Draw(sizes.steps)
@@ -170,7 +184,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         rewards = [row["reward"] for row in some]
         mean, spread = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         where = "below" if mean < min(base) else "above" if mean > max(base) else "inside"
-        how = f"{task:<9} {staleness!s:>4} {inflight:<6} {'corrected' if correction else 'as it is':<9}"
+        how = f"{task:<9} {staleness!s:>4} {inflight:<6} {correction or 'as it is':<18}"
         behind = statistics.fmean(row["versions_behind"] for row in some)
         several = statistics.fmean(row["of_several_versions"] for row in some)
         found.append(
@@ -185,19 +199,21 @@ def main() -> None:
     parser.add_argument("--task", choices=[*WARM_STEPS, RECIPE])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", nargs="+", default=["1", "4", "free"])
+    parser.add_argument("--far", action="store_true")
     asked = parser.parse_args()
     behind = [int(one) if one.isdecimal() else one for one in (["4"] if asked.quick else asked.staleness)]
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
-        for task in [asked.task] if asked.task else list(WARM_STEPS)[asked.quick :]:
-            sizes = QUICK if asked.quick else OF_RECIPE if task == RECIPE else FULL
+        tasks = [asked.task] if asked.task else ["addition"] if asked.far else list(WARM_STEPS)[asked.quick :]
+        for task in tasks:
+            sizes = QUICK if asked.quick else LONG if asked.far else OF_RECIPE if task == RECIPE else FULL
             folder = Path(name) / task
             folder.mkdir()
             write(SORTING, folder)
             warm_up(task, folder)
             own = list[dict[str, Any]]()
             for seed in asked.seeds[: 1 if asked.quick else None]:
-                for case in cases(task, behind):
+                for case in far(task) if asked.far else cases(task, behind):
                     own.append(learn(case, seed, folder, sizes))
                     write_rows(asked.json, rows + own)
             same_work({f"run {i}": {"samples": row["samples"]} for i, row in enumerate(own)})

@@ -53,7 +53,7 @@ QUICK = (
     "supervised.steps=20", "algorithm.steps=20", "run.save_every=4", "run.eval_every=5", "run.eval_prompts=32",
 )  # fmt: skip
 BACKENDS = {"inline": (), "local": ("cluster.backend=local", "cluster.workers=2", "policy.layout.fsdp=2")}
-TIMELIKE = ("seconds", "attempt", "mfu", "memory/", "bytes/", "balance/idle")
+TIMELIKE = ("seconds", "attempt", "mfu", "memory/", "bytes/", "balance/idle", "kv_cache_usage/")
 """Fields of a record that a comparison leaves out; and those that the run itself declares in the units below."""
 TIME_UNITS = ("s", "tokens/s", "bytes/s")
 LIMIT = 600.0

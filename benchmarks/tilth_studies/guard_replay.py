@@ -42,7 +42,7 @@ from tilth_studies.dual_phase import DualPhase, GroupResult, judge
 
 TIMES = (
     "seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle",
-    "loader/stall", "draft/",
+    "loader/stall", "draft/", "kv_cache_usage/",
 )  # fmt: skip
 """Beginnings of metrics that differ between equal runs; drafts follow a history that a resume begins anew."""
 LAYOUTS = tuple(f"{role}.layout" for role in ("policy", "critic", "reference", "rollout"))

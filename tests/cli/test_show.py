@@ -9,6 +9,7 @@ from tilth.cli.main import app
 from tilth.cli.show import table
 from tilth.config.load import load_recipe
 from tilth.runs.directory import RunDir, summarise
+from tilth.runs.metrics import GENERATION
 
 KEYS = (
     "state",
@@ -81,9 +82,12 @@ def test_samples_that_are_behind_and_their_lengths(tmp_path):
     recipe = load_recipe("addition-grpo", [f"run.dir={tmp_path}"])
     ends = {"samples/finished": 8.0, "samples/consumed": 6.0, "length/consumed": 10.0, "samples": 6.0}
     steps = [
-        {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/tokens/0": 60.0, "length/finished": 10.0},
+        {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/tokens/0": 60.0, "length/finished": 10.0}
+        | {"samples/admitted": 14.0, "kv_cache_usage/mean": 0.1, "kv_cache_usage/max": 0.75},
         {"staleness/mean": 9.0, "staleness/max": 12.0, "staleness/tokens/1": 30.0, "staleness/tokens/12": 10.0}
-        | {"length/finished": 20.0, "samples/dropped": 2.0, "length/dropped": 50.0},
+        | {"length/finished": 20.0, "samples/dropped": 2.0, "length/dropped": 50.0, "samples/admitted": 4.0}
+        | {"kv_cache_usage/mean": 0.3, "kv_cache_usage/max": 0.5, "fully_async/trainer/idle_ratio": 0.25}
+        | {"fully_async/buffer/age_seconds": 2.5, "draft/acceptance": 0.5, "samples/moved": 3.0},
     ]
     with RunDir.create(recipe, "addition-grpo") as directory:
         for number, more in enumerate(steps, 1):
@@ -92,8 +96,12 @@ def test_samples_that_are_behind_and_their_lengths(tmp_path):
     lines = dict(line.split("  ", 1) for line in show(directory.path).splitlines())
     assert lines["versions behind"].strip() == "mean 4.5, at most 12"
     assert lines["tokens by them"].strip() == "0: 60 %, 1: 30 %, 8 and more: 10 %"
-    said = "16 ended, 15.0 tokens long; 12 learned from, 10.0 tokens long; 2 dropped, 50.0 tokens long"
+    said = "16 ended, 15.0 tokens long; 12 learned from, 10.0 tokens long; 2 dropped"
     assert lines["samples"].strip() == said
+    figures = {"actor stall": "25 %", "age in the buffer": "2.5 s", "admitted": "18", "finished": "16", "moved": "3"}
+    figures |= {"drafts accepted": "50 %", "KV in use": "20 %", "KV in use at most": "75 %"}
+    assert {name: value.strip() for name, value in lines.items() if name in GENERATION.values()} == figures
+    assert json.loads(show(directory.path, "--json"))["generation"]["kv_cache_usage/max"] == 0.75
     found = json.loads(show(directory.path, "--json"))["behind"]
     assert found["tokens"] == {"0": 60, "1": 30, "12": 10} and found == summarise(directory.path)["behind"]
 

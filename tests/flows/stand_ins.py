@@ -45,6 +45,9 @@ class Rollout:
         found, self.left = self.left, {}
         return found
 
+    def engine_counts(self):
+        return []
+
     def collect(self, ids):
         asked, _ = self.asked[-1]
         finish = np.full(len(asked), "stop")

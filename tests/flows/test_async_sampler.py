@@ -89,6 +89,9 @@ def test_samples_are_within_the_bound_and_consumed_once(tmp_path, staleness, ord
     for i, record in enumerate(records):
         limit = 12 * (min(i + (2 if staleness == "free" else staleness + 1), 6))
         assert record["samples/begun"] <= limit and record["samples"] == record["samples/consumed"] == 12
+    found = summarise(result.directory)["generation"]
+    assert found["samples/admitted"] == found["samples/finished"] == 72 and found["samples/moved"] == 0
+    assert 0 < found["kv_cache_usage/mean"] < found["kv_cache_usage/max"] <= 1
     ages = summarise(result.directory)["behind"]
     chosen = sum(sum(row["mask"]) for row in rows(result).values())
     assert ages["max"] == max(behind) and sum(ages["tokens"].values()) == chosen

@@ -8,7 +8,7 @@ from tests.flows import tiny
 from tilth.core.errors import TilthError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
-from tilth.flows.measured import measure_drafts
+from tilth.flows.measured import measure_engines
 from tilth.runs.metrics import Metrics
 
 
@@ -110,12 +110,14 @@ def test_a_drafting_model_has_the_tokens_of_the_policy(tmp_path):
             tiny.run(tiny.recipe(tmp_path, rollout={"speculate": "model", "draft": {"path": path}}))
 
 
-def test_drafts_are_summed_over_engines():
+def test_drafts_and_kv_caches_are_summed_over_engines():
     metrics = Metrics()
-    measure_drafts(metrics, [(10, 8, 4, 7, 2, 1), (0, 0, 0, 0, 0, 0), (10, 2, 1, 3, 3, 0)])
+    none = (0, 0, 0, 0, 0, 0, 0, 0.0, 0.0)
+    measure_engines(metrics, [(10, 8, 4, 7, 2, 1, 3, 1.5, 0.75), none, (10, 2, 1, 3, 3, 0, 1, 0.5, 0.5)], drafts=True)
     found = metrics.values()
     assert found["draft/acceptance"] == pytest.approx(0.5) and found["draft/passes"] == pytest.approx(0.75)
     assert found["draft/ahead"] == 10 and found["draft/missed"] == 5 and found["draft/lost"] == 1
-    measure_drafts(empty := Metrics(), [(0, 0, 0, 0, 0, 0)])
-    measure_drafts(empty, [])
+    assert found["kv_cache_usage/mean"] == pytest.approx(0.5) and found["kv_cache_usage/max"] == 0.75
+    measure_engines(empty := Metrics(), [none], drafts=True)
+    measure_engines(empty, [], drafts=True)
     assert not empty.values()

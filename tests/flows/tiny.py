@@ -27,7 +27,7 @@ cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward doe
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32}
 TIMES = (
     "seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle",
-    "loader/stall",
+    "loader/stall", "kv_cache_usage/",
 )  # fmt: skip
 
 

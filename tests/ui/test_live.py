@@ -49,15 +49,18 @@ def test_it_shows_what_a_person_asks():
     live, _ = view()
     live.on_step_end(stand_in(), 0, record(1, "warmup"))
     live.on_step_end(stand_in(), 0, record(21, **{"accuracy/heldout": 0.612}))
-    live.on_step_end(stand_in(sample=SAMPLE), 0, record(22, **{"accuracy/heldout": 0.941, "reward/missing": 3}))
+    engines = {"kv_cache_usage/mean": 0.25, "fully_async/trainer/idle_ratio": 0.0}
+    more = {"accuracy/heldout": 0.941, "reward/missing": 3, **engines}
+    live.on_step_end(stand_in(sample=SAMPLE), 0, record(22, **more))
     shown = text_of(live)
     live.stop()
     for want in (
         "warm-up ✓", "GRPO", "step 2 of 100", "94.1 % from 61.2 %", "0.5220", "4.2 tokens, 2% cut", "max 1.2e-06",
         "generation 15,234 tokens/s", "training 20,123 tokens/s", "generate 50 %", "update 30 %", "123+456= → 0579",
-        "✓ reward 1", "rewards missing", "0:11",
+        "✓ reward 1", "rewards missing", "0:11", "actor stall 0 %",
     ):  # fmt: skip
         assert want in shown, want
+    assert "KV in use 25 %" in " ".join(shown.split())
 
 
 def test_a_reward_that_was_neither_0_nor_1_was_never_an_accuracy():

@@ -56,6 +56,7 @@ def table(s: Mapping[str, Any]) -> Lines:
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
         ("balance", _balance(s)),
         *format.behind(s.get("behind")),
+        *format.generation(s.get("generation")),
         ("log-prob mismatch", "" if s["mismatch_max"] is None else f"greatest {s['mismatch_max']:.2g}"),
         ("rewards missing", missing),
         ("checkpoints failed", str(s["saves_failed"]) if s.get("saves_failed") else ""),

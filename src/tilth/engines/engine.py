@@ -307,6 +307,7 @@ class Engine(GenerationEngine):
         while budget > 0 and (computed := self._prefill(budget)):
             budget -= computed
             self._place(done)
+        self._stats.held(self._blocks.used / self._blocks.num_blocks)
         return done
 
     def _warm_up(self) -> None:

@@ -34,6 +34,12 @@ class Stats:
     undrafted_rows: int = 0
     """Rows of sequences that have no drafts, since what they may say depends on each token before it: those with a
     schema or changed logits."""
+    kv_looks: int = 0
+    """Passes after which the KV cache was looked at."""
+    kv_used: float = 0.0
+    """Share of its blocks in use, summed over them."""
+    kv_peak: float = 0.0
+    """The greatest share, since somebody set it to 0."""
     preemptions: int = 0
     moved_rows: int = 0
     """Rows that went to a larger lane."""
@@ -56,6 +62,12 @@ class Stats:
         self.decoded_tokens += tokens
         self.decode_seconds += decode_seconds
         self.sample_seconds += sample_seconds
+
+    def held(self, share: float) -> None:
+        """Count the share of KV blocks that are in use after a pass."""
+        self.kv_looks += 1
+        self.kv_used += share
+        self.kv_peak = max(self.kv_peak, share)
 
     def drafted(self, tokens: int, accepted: int) -> None:
         """Count the drafts of a decode pass."""

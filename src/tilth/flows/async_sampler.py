@@ -165,6 +165,7 @@ class AsyncSampler(Sampler):
             return
         indices = self.draw("prompts", count)
         first = self._advance("samples", count * self._group)
+        self.metrics.add("samples/admitted", float(count * self._group))
         self._send(ledger.begin(indices.tolist(), first, self._group, self._published))
 
     def _send(self, groups: Sequence[SampleGroup], *, again: bool = False) -> None:
@@ -384,7 +385,7 @@ class AsyncSampler(Sampler):
         add("fully_async/trainer/idle_ratio", min(1.0, self._waited / max(now - self._since, 1e-9)))
         add("fully_async/trainer/idle_seconds", self._waited)
         add("fully_async/rollouter/idle_ratio", replicas.idle_share())
-        self._measure_drafts(replicas.rollout)
+        self._measure_engines(replicas.rollout)
         self._waited, self._since = 0.0, now
 
 

@@ -27,9 +27,15 @@ def measure_rows(metrics: Metrics, batch: Batch) -> None:
     metrics.add("tokens/generated", float(batch["completion"].sum()))
 
 
-def measure_drafts(metrics: Metrics, counts: Sequence[Sequence[int]]) -> None:
-    """Add what drafts saved. counts: of each engine, ``RolloutWorker.drafts``."""
-    said, drafted, accepted, ahead, missed, lost = (sum(count[i] for count in counts) for i in range(6))
+def measure_engines(metrics: Metrics, counts: Sequence[Sequence[float]], *, drafts: bool) -> None:
+    """Add how full KV caches were and, with drafts, what these saved. counts: of each engine,
+    ``RolloutWorker.engine_counts``."""
+    said, drafted, accepted, ahead, missed, lost, looks, used = (sum(count[i] for count in counts) for i in range(8))
+    if looks:
+        metrics.add_sum("kv_cache_usage/mean", used, looks)
+        metrics.add("kv_cache_usage/max", max(count[-1] for count in counts))
+    if not drafts:
+        return
     if drafted:
         metrics.add("draft/acceptance", accepted / drafted, drafted)
     if said:

@@ -16,7 +16,7 @@ from tilth.core.errors import DataError, RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.data.mixture import Mixture
 from tilth.flows.generation import Generation, Scorers, apart
-from tilth.flows.measured import is_graded, measure_drafts, measure_groups, measure_rows
+from tilth.flows.measured import is_graded, measure_engines, measure_groups, measure_rows
 from tilth.flows.reward_shaping import Keep, check_parts, check_turn_rewards, first_groups, missing_prompts
 from tilth.flows.roles import Roles
 from tilth.rewards.process_pool import commonest
@@ -219,7 +219,7 @@ class Sampler:
             failures = self._failed_episodes(scored, ended)
         else:
             scored, failures = self._answers(rollout, asked, greedy=greedy)
-        self._measure_drafts(rollout, counted=not greedy)
+        self._measure_engines(rollout, counted=not greedy)
         return self._completed(scored, failures, prefix or (REWARD if greedy else "reward"))
 
     @property
@@ -228,14 +228,13 @@ class Sampler:
         models = self.roles.reward_model is not None or self.recipe.grades
         return self.roles.reward is None and not models and not self.recipe.rollout.environment
 
-    def _measure_drafts(self, rollout: WorkerGroup, *, counted: bool = True) -> None:
-        """Add what drafts saved since the last call, if it is to be counted."""
-        if self.recipe.rollout.speculate != "off":
-            drafts = rollout.drafts()
-            measure_drafts(self.metrics, drafts if counted else [])
-            if any(lost for *_, lost in drafts) and "drafter" not in self._reported:
-                self._reported.add("drafter")
-                self.say("a process of rollout.draft.apart was lost: completions stay what they are, with fewer drafts")
+    def _measure_engines(self, rollout: WorkerGroup, *, counted: bool = True) -> None:
+        """Add what drafts saved and the KV caches held since the last call, if it is to be counted."""
+        counts = rollout.engine_counts()
+        measure_engines(self.metrics, counts if counted else [], drafts=self.recipe.rollout.speculate != "off")
+        if any(lost for *_, lost, _, _, _ in counts) and "drafter" not in self._reported:
+            self._reported.add("drafter")
+            self.say("a process of rollout.draft.apart was lost: completions stay what they are, with fewer drafts")
 
     def _engines(self) -> WorkerGroup:
         """Return the rollout role. RecipeError without one."""

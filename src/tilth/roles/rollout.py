@@ -115,7 +115,7 @@ class RolloutWorker:
         self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
-        self._drafts = (0, 0, 0, 0, 0, 0)
+        self._counted: tuple[float, ...] = (0,) * 8
 
     @control
     def status(self) -> dict[str, float]:
@@ -529,16 +529,19 @@ class RolloutWorker:
         )
 
     @control
-    def drafts(self) -> tuple[int, ...]:
+    def engine_counts(self) -> tuple[float, ...]:
         """Return the tokens drawn in decode passes since the last call, those that drafts proposed, those of them that
-        were said, those that run-ahead said, the passes without drafts since a drafter apart was late, and the
-        processes of drafters that were lost; 0 on ranks whose engine another rank reports."""
-        stats, before = self.engine.stats(), self._drafts
-        self._drafts = (
+        were said, those that run-ahead said, the passes without drafts since a drafter apart was late, the processes
+        of drafters that were lost, the passes after which the KV cache was looked at, and the share of its blocks in
+        use, summed over these and the greatest; 0 on ranks whose engine another rank reports."""
+        stats, before = self.engine.stats(), self._counted
+        self._counted = (
             *(stats.useful_rows, stats.drafted_tokens, stats.accepted_tokens, stats.ahead_tokens),
-            *(stats.undrafted_passes, stats.lost_drafters),
+            *(stats.undrafted_passes, stats.lost_drafters, stats.kv_looks, stats.kv_used),
         )
-        return tuple((now - then) * self.engine.reports for now, then in zip(self._drafts, before))
+        peak, stats.kv_peak = stats.kv_peak, 0.0
+        counts = (*(now - then for now, then in zip(self._counted, before)), peak)
+        return tuple(count * self.engine.reports for count in counts)
 
     @transfer(split="all", gather="first")
     def compile_seconds(self) -> float:

@@ -93,6 +93,8 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
         "rollout.run_ahead: tokens of answers to prompts of the next step, for drafts alone",
     ),
     ("draft/missed", "passes", "sum", "rollout.draft.apart: decode passes whose drafts did not come in time"),
+    ("kv_cache_usage/mean", "share", "mean", "blocks of the KV cache in use, of an engine, after a pass"),
+    ("kv_cache_usage/max", "share", "max", "most blocks of the KV cache in use, of any engine"),
     ("draft/lost", "processes", "sum", "rollout.draft.apart: drafters that died or stayed silent"),
     ("groups/flat", "share", "mean", "samples in groups of equal rewards: no gradient under a group baseline"),
     ("groups/gradient", "share", "mean", "groups whose rewards differ; not measured for groups of one"),
@@ -102,6 +104,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("baseline/mean", "reward", "mean", "reward of the greedy answers that are baselines of samples"),
     ("baseline/missing", "samples", "sum", "greedy baselines whose reward is missing; their samples are left out"),
     ("samples/carried", "samples", "sum", "samples that the next step goes on with, or that wait for their group"),
+    ("samples/admitted", "samples", "sum", "rollout.staleness: samples begun in the step"),
     ("samples/begun", "samples", "last", "rollout.staleness: samples begun since the phase was entered or resumed"),
     ("samples/finished", "samples", "sum", "rollout.staleness: samples whose groups have ended"),
     ("samples/consumed", "samples", "sum", "rollout.staleness: samples that the step has learned from"),
@@ -218,6 +221,18 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("time/*", "s", "sum", "time of a phase of the step; phases do not overlap (other: time in none)"),
 )
 METRICS = {row[0]: MetricSpec(*row) for row in _TABLE}
+GENERATION: Mapping[str, str] = {
+    "fully_async/trainer/idle_ratio": "actor stall",
+    "fully_async/rollouter/idle_ratio": "replicas idle",
+    "fully_async/buffer/age_seconds": "age in the buffer",
+    "samples/admitted": "admitted",
+    "samples/finished": "finished",
+    "samples/moved": "moved",
+    "draft/acceptance": "drafts accepted",
+    "kv_cache_usage/mean": "KV in use",
+    "kv_cache_usage/max": "KV in use at most",
+}
+"""Metric -> its label: what ``tilth show``, ``top``, the report and the page have of generation."""
 _RATES = {"generate": "tokens_per_second/generate", "update": "tokens_per_second/train"}
 
 

@@ -4,8 +4,9 @@ import itertools
 import json
 import math
 import os
+import statistics
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from tilth.core.errors import DataError, ModelError, parsing
 from tilth.core.lines import iterate_lines, read_lines
 from tilth.core.write_queue import settle
 from tilth.data.trajectories import read_trajectories, steps_of  # noqa: F401  (readers of a run too)
+from tilth.runs.metrics import GENERATION, METRICS
 from tilth.runs.updates import Update, read_updates
 
 Record = dict[str, Any]
@@ -276,7 +278,8 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
     neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
     steps. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range. behind: of
-    samples under ``rollout.staleness``.
+    samples under ``rollout.staleness``. generation: metric -> its value, of those in ``metrics.GENERATION``: of a sum
+    the sum over steps, of a max the greatest, of others the mean.
     """
     state, survived = read_state(run), read_recoveries(run)
     steps = steps or _all_steps(read_metrics(run))
@@ -313,6 +316,7 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
         "tokens_per_second_train": _weighted(steps.pairs("tokens_per_second/train", "time/update")),
         **{name.replace("/", "_"): _mean(values(name)) for name in BALANCE},
         "behind": _behind(Path(run), steps),
+        "generation": _generation(steps),
         "mismatch_max": max(values("mismatch/max"), default=None),
         "mismatch_mean": max(values("mismatch/mean"), default=None),
         "rewards_missing": int(sum(values("reward/missing"))),
@@ -359,6 +363,12 @@ def _behind(run: Path, steps: StepRecords) -> Record | None:
     mean = _weighted(steps.pairs("staleness/mean", "samples"))
     found = {"mean": mean, "max": max(behind), "tokens": tokens, "samples": counts, "lengths": lengths}
     return {**found, "dropped": dropped}
+
+
+def _generation(steps: StepRecords) -> Record:
+    measured = {name: values for name in GENERATION if (values := steps.values(name))}
+    how: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max}
+    return {name: how.get(METRICS[name].reduction, statistics.fmean)(some) for name, some in measured.items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:

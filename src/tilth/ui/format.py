@@ -6,6 +6,7 @@ from typing import Any
 
 from tilth.config.flows import FLOWS
 from tilth.plan.steps import size as plan_size
+from tilth.runs.metrics import GENERATION, METRICS
 
 PHASES = {"warmup": "warm-up", "values": "critic"}  # phases that are not flows
 FATES = {"finished": "ended", "consumed": "learned from", "dropped": "dropped"}  # of samples that may be behind
@@ -180,6 +181,17 @@ def behind(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     ]
     samples = "; ".join(ends) + (f" ({reasons})" if reasons else "")
     return [("versions behind", versions), ("tokens by them", ", ".join(shares)), ("samples", samples)]
+
+
+def generation(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return labels and values of the figures of generation among metrics, in the order of their table."""
+    known = {name: value for name in GENERATION if (value := (found or {}).get(name)) is not None}
+    return [(GENERATION[name], _valued(name, value)) for name, value in known.items()]
+
+
+def _valued(metric: str, value: float) -> str:
+    unit = METRICS[metric].unit
+    return part(value) if unit == "share" else brief(value) if unit == "s" else f"{value:,.0f}"
 
 
 def updated(update: Mapping[str, Any]) -> str:

@@ -400,7 +400,9 @@ def _rates(p: LiveState) -> RenderableType:
         if p.record.get(name):
             text.append(f"{label} ", "dim").append(f"{p.record[name]:,.0f} tokens/s   ")
     if p.record.get("memory/rss"):
-        text.append("memory ", "dim").append(format.size(p.record["memory/rss"]))
+        text.append("memory ", "dim").append(format.size(p.record["memory/rss"]) + "   ")
+    for label, value in format.generation(p.record):
+        text.append(f"{label} ", "dim").append(f"{value}   ")
     return text
 
 

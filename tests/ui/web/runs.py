@@ -55,6 +55,7 @@ def agents(root, name="agents"):
         run.trajectories.add(pa.Table.from_pylist(rows, schema=COLUMNS))
         behind = {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/tokens/0": 9.0, "staleness/tokens/2": 3.0}
         ends = {"samples": 4.0, "samples/finished": 5.0, "length/finished": 4.5, "samples/dropped": 1.0}
+        ends |= {"samples/admitted": 6.0, "fully_async/trainer/idle_ratio": 0.25, "kv_cache_usage/max": 0.5}
         run.commit_step({"step": 1, "phase": "grpo", "reward/mean": 0.4, **behind, **ends})
         run.end("finished")
         return run.path

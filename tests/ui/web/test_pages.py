@@ -208,6 +208,7 @@ def test_how_far_samples_were_behind_and_their_lengths_are_shown(client):
     assert "versions behind mean 1, at most 2" in words and "0: 75 %, 2: 25 %" in words
     assert "5 ended, 4.5 tokens long; 1 dropped" in words
     assert "versions behind" not in page_of(client, "/runs/ranks").words
+    assert "actor stall 25 % admitted 6 finished 5 KV in use at most 50 %" in words
 
 
 def test_curves_are_the_metrics_along_each_axis(client, folder):
