@@ -1,4 +1,4 @@
-"""One class name has one meaning in the whole package, docstrings stand alone, and no file is long."""
+"""One class name has one meaning in the package, docstrings stand alone, no file is long, and no loop looks often."""
 
 import re
 from collections import defaultdict
@@ -63,3 +63,25 @@ def test_no_file_is_long():
 
 def test_a_long_file_is_seen():
     assert long({"a.py": "\n" * MOST, "b.py": "\n" * (MOST + 1)}) == {"b.py": MOST + 1}
+
+
+SLEEP = re.compile(r"\bsleep\((\w+|[\d.e-]+)\)")
+SHORTEST = 0.05
+"""Seconds between two looks: shorter ones take time of a core that other processes share."""
+
+
+def hasty(text):
+    """Sleeps shorter than SHORTEST, of a number or of a constant of the file."""
+    known = {name: re.search(rf"^{name} = ([\d.e-]+)", text, re.MULTILINE) for name in SLEEP.findall(text)}
+    seconds = {name: name if name[0].isdigit() else found and found[1] for name, found in known.items()}
+    return [name for name, value in seconds.items() if value is not None and float(value) < SHORTEST]
+
+
+def test_nothing_looks_again_and_again_within_50_ms():
+    assert not {file: found for file, text in source().items() if (found := hasty(text))}
+
+
+def test_a_hasty_look_is_seen():
+    assert hasty("while True:\n    time.sleep(0.01)") == ["0.01"]
+    assert hasty("EVERY = 0.02\nasyncio.sleep(EVERY)") == ["EVERY"]
+    assert not hasty("EVERY = 0.25\nsleep(EVERY)\nengine.sleep()\nsleep(0.05)\nsleep(action.wait)")

@@ -60,7 +60,7 @@ class NodeProbe:
         before = size = path.stat().st_size
         os.kill(pid, signal.SIGUSR1)
         while time.monotonic() < until:
-            time.sleep(0.02)  # a file of another process, written in one go: nothing to wait on
+            time.sleep(0.05)  # a file of another process, written in one go: nothing to wait on
             size, last = path.stat().st_size, size
             if size == last > before:
                 break

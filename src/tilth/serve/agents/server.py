@@ -132,7 +132,7 @@ async def _called(episode: AgentConversations, body: ChatBody, again: bool, wait
         except HttpError as error:
             until = time.monotonic() + LEAVING
             while error.code == PARALLEL and episode.most == 1 and not episode.left and time.monotonic() < until:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)  # no event says that a client has left
             if error.code != PARALLEL or (episode.most == 1 and not episode.left):
                 raise
         if episode.most > 1 and (beside := episode.turn) is not None:
