@@ -40,8 +40,8 @@ class CodeForm(NamedTuple):
     factor: float
 
 
-class Places(NamedTuple):
-    """Where neighbouring pieces of a row are that are coded, or travel as they are, and their codes."""
+class CodedRuns(NamedTuple):
+    """Neighbouring pieces of a row that are coded, or travel as they are, and their codes."""
 
     runs: Sequence[tuple[bool, slice, slice]]
     """True if they are coded; their elements; their part of all codes, or of its own length."""
@@ -85,7 +85,9 @@ class Coder:
             wire.append(code[span] if coded else self._to_wire(row[where]))
         return torch.cat([flag, *wire])
 
-    def _encoded(self, row: Tensor, place: Places, pieces: Sequence[GradientPiece], owner: int, sender: int) -> Tensor:
+    def _encoded(
+        self, row: Tensor, place: CodedRuns, pieces: Sequence[GradientPiece], owner: int, sender: int
+    ) -> Tensor:
         """Return the codes of the pieces of a row that are coded, and change them to what these stand for."""
         if not pieces:
             return row[:0]
@@ -105,7 +107,7 @@ class Coder:
         torch._foreach_copy_(parts, made.split([len(own) for own in parts]))
         return self._to_wire(code)
 
-    def _code_of(self, x: Tensor, place: Places, randoms: Sequence[Stream]) -> Tensor:
+    def _code_of(self, x: Tensor, place: CodedRuns, randoms: Sequence[Stream]) -> Tensor:
         if isinstance(self.compressor, Batched):
             return self.compressor.encode_all(x, place.counts, randoms)
         found = list[Tensor]()
@@ -142,7 +144,7 @@ class Coder:
     def _codes(self, piece: GradientPiece) -> bool:
         return piece.numel > 0 and piece.name in self.names
 
-    def _decoded(self, code: Tensor, place: Places, randoms: Iterable[Stream]) -> Tensor:
+    def _decoded(self, code: Tensor, place: CodedRuns, randoms: Iterable[Stream]) -> Tensor:
         if isinstance(self.compressor, Batched):
             found = self.compressor.decode_all(code, place.counts)
         else:
@@ -175,10 +177,10 @@ class Coder:
     def _length(self, count: int, dtype: torch.dtype) -> int:
         return count if self.compressor.summable else count * dtype.itemsize
 
-    def _places(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> Places:
+    def _places(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> CodedRuns:
         return self._placed(self.names, dtype, tuple([(piece.name, piece.numel) for piece in pieces]))
 
-    def _placed_of(self, names: Set[str], dtype: torch.dtype, pieces: Sequence[tuple[str, int]]) -> Places:
+    def _placed_of(self, names: Set[str], dtype: torch.dtype, pieces: Sequence[tuple[str, int]]) -> CodedRuns:
         found, counts, at, code = list[tuple[bool, slice, slice]](), list[int](), 0, 0
         for (coded, named), some in groupby(pieces, lambda one: (one[1] > 0 and one[0] in names, bool(one[0]))):
             sizes = [numel for _, numel in some]
@@ -190,7 +192,7 @@ class Coder:
                 span, code = slice(code, code + length), code + length
             if named:
                 found.append((coded, where, span))
-        return Places(found, counts)
+        return CodedRuns(found, counts)
 
     def _form_of(self, count: int) -> CodeForm:
         code = self.compressor.encode(torch.zeros(count), stream(0, "form"))
