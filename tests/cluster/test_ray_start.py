@@ -64,7 +64,7 @@ def test_whatever_ray_raises_is_one_line_that_names_the_key(address, error):
         connect(ray, 1, address)
     told = str(raised.value)
     assert str(error).split("\n")[0] in told and "\n" not in told and raised.value.__suppress_context__
-    assert len(ended) == (not address)
+    assert bool(ended) == (not address)
 
 
 @pytest.mark.parametrize("address", ["", "auto"])
@@ -146,3 +146,15 @@ def test_a_real_one_whose_node_dies():
     found = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=180)
     assert found.stdout.startswith("cluster.backend = 'ray': Ray does not start") and found.stdout.count("\n") == 1
     assert "Traceback" not in found.stderr
+
+
+def test_a_ray_that_gave_up_on_a_busy_machine_is_started_again():
+    tries = iter([FAULTS[0], FAULTS[0], None])
+
+    def init(**_):
+        if (error := next(tries)) is not None:
+            raise error
+
+    made, ended = stand_in(init)
+    backend._begin(made, 2)
+    assert len(ended) == 2 and next(tries, "none left") == "none left"

@@ -370,6 +370,10 @@ def test_many_rows_of_a_small_model_have_no_drafts(rows, pays, monkeypatch):
     engine = make_engine(MODEL, draft=DRAFT, max_rows=rows)
     again(asked, engine)
     assert (engine.stats().drafted_tokens > 0) == pays
+    fewer = [Request(i, r.prompt, SamplingParams(3 if i % 4 else 16)) for i, r in enumerate(asked)]
+    engine = make_engine(MODEL, draft=DRAFT, max_rows=rows, parity=True)
+    same(again(fewer, engine), make_engine(MODEL, max_rows=rows, parity=True).generate(fewer))
+    assert engine.stats().accepted_tokens > 100 and not engine._speculation._behind  # those of the few long ones
     monkeypatch.setattr(drafting, "LAYER", {"cpu": 1.0})  # of a model whose positions take long, they are worth it
     engine = make_engine(MODEL, draft=DRAFT, max_rows=rows)
     again(asked, engine)

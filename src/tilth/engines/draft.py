@@ -146,6 +146,8 @@ class Speculation:
         requests without ``Request.draws``."""
         self._drafter, self._tokens, self._most, self._blocks, self._least = drafter, tokens, most, blocks, least
         self._seed = seed
+        self._behind: set[int] = set()
+        """Requests whose newest tokens the drafter has not been told, since no guess pays."""
 
     def begin(self, answer: SequenceState) -> None:
         """Take a sequence that is placed in a row."""
@@ -155,9 +157,12 @@ class Speculation:
             drawn = Drawn(r.draws or (self._seed, r.id), *rules)
             self._drafter.begin(r.id, np.asarray(r.prompt), answer.completion, drawn)
 
-    def forget(self, id: int) -> None:
-        """Take a request out of flight."""
-        self._drafter.forget(id)
+    def forget(self, answer: SequenceState) -> None:
+        """Take a sequence with all its tokens out of flight."""
+        if answer.request.id in self._behind:
+            self._behind.discard(answer.request.id)
+            self.begin(answer)
+        self._drafter.forget(answer.request.id)
 
     def sleep(self) -> None:
         """Give the drafter's memory back, while no row is in a lane."""
@@ -166,8 +171,17 @@ class Speculation:
     def drafts(self, lane: LengthBucket, most: int) -> dict[int, Draft]:
         """Return the drafts of rows that have one, of ``most`` tokens at most; their blocks are taken."""
         found: dict[int, Draft] = {}
-        own = self._drafted(lane)
-        for row, draft in zip(own, self._drafter.propose(*self._asks(lane, own, most)) if own else ()):
+        if not (own := self._drafted(lane)):
+            return found
+        ids, budgets, least = self._asks(lane, own, most)
+        if least >= 1:  # not even a sure guess pays
+            self._behind.update(ids)
+            return found
+        for row, id in zip(own, ids):
+            if id in self._behind:
+                self._behind.discard(id)
+                self.begin(lane.settle(row))
+        for row, draft in zip(own, self._drafter.propose(ids, budgets, least)):
             until = int(lane.columns.position[row]) + 1 + len(draft.tokens)
             if draft.tokens and self._blocks.extend(lane.answer(row).table, until):  # a draft preempts nobody
                 found[row] = draft
@@ -176,7 +190,9 @@ class Speculation:
     def expect(self, lane: LengthBucket, most: int) -> None:
         """Let a drafter apart begin with the next drafts of rows."""
         if self._drafter.apart and (own := self._drafted(lane)):
-            self._drafter.expect(*self._asks(lane, own, most))
+            ids, budgets, least = self._asks(lane, own, most)
+            if least < 1 and self._behind.isdisjoint(ids):
+                self._drafter.expect(ids, budgets, least)
 
     def _asks(self, lane: LengthBucket, own: Sequence[int], most: int) -> tuple[list[int], list[int], float]:
         """Return ids, budgets and least chance of drafts of rows."""
@@ -193,7 +209,9 @@ class Speculation:
         """Tell what rows of a lane have said, and free the blocks behind.
 
         chosen: int64 [rows, width]; counts: of the first of them."""
-        own = self._drafted(lane)
+        own = [row for row in self._drafted(lane) if lane.answer(row).request.id not in self._behind]
+        if not own:
+            return
         self._drafter.accept([lane.answer(row).request.id for row in own], [chosen[row, : counts[row]] for row in own])
         for row in own:
             self._blocks.trim(lane.answer(row).table, int(lane.columns.position[row]))

@@ -425,7 +425,7 @@ class Engine(GenerationEngine):
     def _finish(self, answer: SequenceState, reason: Finish) -> Trajectory:
         self._known.discard(answer.request.id)
         if self._speculation is not None:
-            self._speculation.forget(answer.request.id)
+            self._speculation.forget(answer)
         self._stats.finished += 1
         return answer.finish(reason, self.tokenizer)
 

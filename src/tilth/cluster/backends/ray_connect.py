@@ -119,6 +119,17 @@ def connect(ray: ModuleType, workers: int, address: str, spares: int = 0) -> boo
     return True
 
 
+def _begin(ray: ModuleType, cpus: int) -> None:
+    """Start Ray, which gives up by itself after 30 s on a busy machine, as often as fits into START."""
+    for left in reversed(range(max(1, int(START) // 30))):
+        try:
+            return ray.init(address="local", num_cpus=cpus, include_dashboard=False, **QUIET)
+        except Exception as error:  # Ray raises plain Exceptions
+            if not left or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+
+
 def _start(ray: ModuleType, workers: int) -> None:
     """Start Ray on this machine."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
@@ -129,7 +140,7 @@ def _start(ray: ModuleType, workers: int) -> None:
     cpus = max(workers, os.cpu_count() or 1)
     try:
         with _loopback(True), _our_signals():
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **QUIET)
+            _begin(ray, cpus)
     except (Exception, _Late) as error:  # noqa: BLE001 - Ray raises plain Exceptions
         ray.shutdown()
         why = f"not within {START:g} s" if isinstance(error, _Late) else first_line(error)
