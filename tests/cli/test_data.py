@@ -10,6 +10,7 @@ from tokenizers import processors
 from typer.testing import CliRunner
 
 from tests.data.test_examples import pair_tokenizer
+from tests.errors import raises
 from tests.launch.laws import costs_of
 from tilth.cli.data import coloured, lines, plain, runs
 from tilth.cli.main import app
@@ -17,7 +18,7 @@ from tilth.config.load import from_dict
 from tilth.data.documents import Corpus
 from tilth.data.examples import supervised
 from tilth.data.prompts import load_source
-from tilth.data.template import make_template
+from tilth.data.template import TemplateError, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch.data_view import Lengths, ShownExample, look
 from tilth.plan.costs import save_costs
@@ -192,6 +193,12 @@ def test_neighbouring_draws_of_one_prompt_are_samples_of_their_own(tmp_path):
     short.write_text(short.read_text().splitlines()[0])  # 18 draws of one prompt
     view = look(recipe, 0)
     assert view.packing.rows == 16 and not view.problems
+
+
+@pytest.mark.parametrize("flow", ["sft", "pretrain"])
+def test_a_wrong_template_of_a_source_is_named_by_the_key_of_the_source(tmp_path, flow):
+    with raises(TemplateError, "data.mixture.long.template"):
+        look(mixture(tmp_path, flow, long={"template": "chatlm"}), 0)
 
 
 def look_fill(folder, flow):

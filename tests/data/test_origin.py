@@ -95,13 +95,18 @@ def test_errors_stop_or_are_counted(plugin, letters, tmp_path, monkeypatch, alwa
     if always_stored:
         monkeypatch.setattr(index, "IN_MEMORY", 0)
     part = {"name": "x", "source": letters, "transform": "fails"}
-    with raises(PluginError, "transform.fails"):
+    with raises(PluginError, "data.mixture.x.transform"):
         load_source(mixed(plugin, part))
     for _ in range(2):  # the second time from the entry
         prompts = load_source(mixed(plugin, {**part, "on_error": "skip"}), home=Home(str(tmp_path)))
         assert [p.text for p in prompts] == ["a", "bb", "ccc", "d"]
         (line,) = prompts.left_out()
-        assert line.startswith("source 1: 1 by errors left out (first: transform 'fails' (mine.py:") and "no b" in line
+        assert (
+            line.startswith(
+                "source 1: 1 by errors left out (first: data.mixture.x.transform: transform 'fails' (mine.py:"
+            )
+            and "no b" in line
+        )
 
 
 def test_a_transform_that_returns_something_else(plugin, letters):

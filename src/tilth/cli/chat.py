@@ -116,7 +116,8 @@ class Chat:
         self.options, self.config = options, loaded.config
         self.tokenizer = wants_tokenizer(loaded)
         default = loaded.template if loaded.run is not None else "model" if self.tokenizer.chat_template else ""
-        template = make_template(default if options.template is None else options.template, self.tokenizer)
+        name = default if options.template is None else options.template
+        template = make_template(name, self.tokenizer, key="--template")
         self.conversation = Conversation(template, self.tokenizer, options.system)
         if options.system and self.conversation.plain:
             raise DataError(

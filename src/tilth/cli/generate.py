@@ -38,7 +38,8 @@ def complete(options: GenerateCommand) -> tuple[list[Trajectory], Tokenizer]:
     """Sample ``options.n`` completions of a prompt."""
     loaded = load_model(options.model)
     tokenizer = wants_tokenizer(loaded)
-    template = make_template(loaded.template if options.template is None else options.template, tokenizer)
+    name = loaded.template if options.template is None else options.template
+    template = make_template(name, tokenizer, key="--template")
     ids = template.prompts([Prompt(0, options.prompt)])[0]
     room = loaded.config.max_positions - len(ids)
     most = options.max_tokens or max(min(MAX_TOKENS, room), 1)

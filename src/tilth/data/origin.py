@@ -121,7 +121,7 @@ class RecordOrigin:
             try:
                 if isinstance(record, DataError):
                     raise record
-                if self.part.filter and not self._call(self.part.filter, record, where, sample, bool):
+                if self.part.filter and not self._call("filter", record, where, sample):
                     material.left["filter"] += 1
                     continue
                 found = self.prompt(record, where, sample, make, len(material.samples))
@@ -145,7 +145,7 @@ class RecordOrigin:
     def prompt(self, record: Any, where: str, sample: int, make: Make, number: int) -> Prompt | None:
         """Return what ``make`` makes of one record behind the transform."""
         if self.part.transform:
-            record = self._call(self.part.transform, record, where, sample, Mapping)
+            record = self._call("transform", record, where, sample)
         return make(record, where, number)
 
     @cached_property
@@ -156,18 +156,22 @@ class RecordOrigin:
         }
         return {name: len(inspect.signature(own).parameters) > 1 for name, own in functions.items()}
 
-    def _call(self, name: str, record: Any, where: str, sample: int, kind: type) -> Any:
+    def _call(self, use: Literal["filter", "transform"], record: Any, where: str, sample: int) -> Any:
         """Call a plugin's transform, whose random numbers depend on seed, source and sample alone."""
+        name: str = getattr(self.part, use)
         declaration = declared("transform")[name]
         given = [_owned(record) if self.brought or self.is_task else record]
         if self._takes_random[name]:
             words = f"{self.home.seed} {self.part.name} {sample}".encode()
             key = int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "little")
             given.append(np.random.Generator(np.random.Philox(key=key)))
-        found = call_declared(declaration, *given)
-        if not isinstance(found, (bool, np.bool_) if kind is bool else kind):
-            wanted = "True or False" if kind is bool else "a record"
-            message = f"{where}: {declaration.title} returned a {type(found).__name__}, not {wanted}"
+        try:
+            found = call_declared(declaration, *given)
+        except PluginError as error:
+            raise PluginError(f"{self.key}.{use}: {error}", key=f"{self.key}.{use}") from error
+        if not isinstance(found, (bool, np.bool_) if use == "filter" else Mapping):
+            wanted, title = "True or False" if use == "filter" else "a record", f"{self.key}.{use}: {declaration.title}"
+            message = f"{where}: {title} returned a {type(found).__name__}, not {wanted}"
             raise DataError(message, key=record_key(where, name))
         return found
 

@@ -73,7 +73,9 @@ def read_documents(origin: RecordOrigin) -> Source:
         prompts = (task.prompt(i) for i in range(len(task)))
         return Records([replace(p, whole=p.document) for p in prompts], media=has_media(task))
     template = origin.part.template or origin.data.template
-    render = transcript(template, origin.data.tokenizer) if template else None
+    own = origin.part.template and origin.part in origin.data.mixture
+    key = f"{origin.key}.template" if own else "data.template"
+    render = transcript(template, origin.data.tokenizer, key) if template else None
 
     def make(record: Any, where: str, number: int) -> Prompt | None:
         if isinstance(record, str):

@@ -121,18 +121,18 @@ class Template(Protocol):
         ...
 
 
-def make_template(name: str, tokenizer: Tokenizer, tools: Tools = ()) -> Template:
+def make_template(name: str, tokenizer: Tokenizer, tools: Tools = (), key: str = "data.template") -> Template:
     """Return the template of ``data.template``: "" plain, "model" the tokenizer's, "chatml", or a Jinja file's path.
 
     A chat template and the token that ends its turns are added to the tokenizer, so a saved model contains them.
-    tools: listed in prompts and examples whose record lists none. Raises ``TemplateError``.
+    tools: listed in prompts and examples whose record lists none. key: that names it. Raises ``TemplateError``.
     """
     if not name:
         return PlainTemplate(tokenizer)
     if name == "model" and not tokenizer.chat_template:
-        message = 'data.template = "model", but the tokenizer brings no chat template; name chatml or a file'
+        message = f'{key} = "model", but the tokenizer brings no chat template; name chatml or a file'
         raise TemplateError(message, key="tokenizer.chat_template")
-    source = tokenizer.chat_template if name == "model" else _read(name)
+    source = tokenizer.chat_template if name == "model" else _read(name, key)
     template = ChatTemplate(tokenizer, source, name, tools)
     tokenizer.converse(template.source, template.stops)
     return template
@@ -170,11 +170,14 @@ class TemplateNames(NamedTuple):
 
     main: str = ""
     others: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    """Of ``others``, in the recipe."""
 
 
 def template_names(data: "DataConfig") -> TemplateNames:
     """Return the names of a recipe's templates."""
-    return TemplateNames(data.template, tuple(part.template for part in data.sources) if data.mixture else ())
+    others = [(part.template, f"data.mixture.{part.name}.template") for part in data.mixture]
+    return TemplateNames(data.template, *zip(*others))
 
 
 def data_template(
@@ -188,7 +191,8 @@ def named_template(
     names: TemplateNames, tokenizer: Tokenizer, tools: Tools = (), starts: Sequence[int] = (0,)
 ) -> Template:
     """Return the template of these names; arguments and errors as of ``data_template``."""
-    made = {name: make_template(name, tokenizer, tools) for name in names.others if name}
+    keys = dict(zip(reversed(names.others), reversed(names.keys)))  # the first of a name
+    made = {name: make_template(name, tokenizer, tools, keys[name]) for name in names.others if name}
     main = make_template(names.main, tokenizer, tools)
     if not made:
         return main
@@ -201,29 +205,29 @@ def template_files(data: "DataConfig") -> list[bytes]:
     return [path.read_bytes() for path in paths if path.is_file()]
 
 
-def _read(name: str) -> str:
+def _read(name: str, key: str) -> str:
     if name == "chatml":
         return CHATML
     try:
         return Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        message = f"data.template = {name!r} is neither model, chatml nor a readable file: {error}"
-        raise TemplateError(message, key="data.template") from None
+        message = f"{key} = {name!r} is neither model, chatml nor a readable file: {error}"
+        raise TemplateError(message, key=key) from None
 
 
-def transcript(name: str, tokenizer: str) -> Callable[[Prompt], str]:
+def transcript(name: str, tokenizer: str, key: str = "data.template") -> Callable[[Prompt], str]:
     """Return a function that renders a conversation as a document by ``data.template``, before a tokenizer is chosen.
 
     tokenizer: ``data.tokenizer``; the tokenizer's own template, or one that names its tokens, needs a folder here. The
-    begin token is left out, since every document gets it. Raises ``TemplateError``.
+    begin token is left out, since every document gets it. key: as of ``make_template``. Raises ``TemplateError``.
     """
     known = Tokenizer.load(Path(tokenizer)) if tokenizer and Path(tokenizer).is_dir() else None
     if name == "model" and known is None:
-        message = 'data.template = "model" for documents needs data.tokenizer=FOLDER; or name chatml or a file'
+        message = f'{key} = "model" for documents needs data.tokenizer=FOLDER; or name chatml or a file'
         raise TemplateError(message, key="data.tokenizer")
-    source = known.chat_template if known and name == "model" else _read(name)
+    source = known.chat_template if known and name == "model" else _read(name, key)
     if "_token" in source and known is None:
-        message = f"data.template = {name!r} names tokens, which needs data.tokenizer=FOLDER"
+        message = f"{key} = {name!r} names tokens, which needs data.tokenizer=FOLDER"
         raise TemplateError(message, key="data.tokenizer")
     special = {key: token for key, token in known.special_tokens.items() if key != "bos_token"} if known else {}
     render = _renderer(source, special, name)

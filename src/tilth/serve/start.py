@@ -148,4 +148,4 @@ def _template(loaded: LoadedModel, tokenizer: Tokenizer, wanted: str | None) -> 
     """Return the template of conversations; None if there is none."""
     default = loaded.template or ("model" if tokenizer.chat_template else "")
     name = default if wanted is None else wanted
-    return make_template(name, tokenizer) if name else None
+    return make_template(name, tokenizer, key="--template") if name else None
