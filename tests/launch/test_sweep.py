@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import threading
 import time
@@ -169,16 +170,37 @@ def test_a_run_that_an_earlier_version_has_named_otherwise_is_the_sweep_s(here):
         plan_sweep("addition-grpo", words, 1)
 
 
-def test_a_sweep_does_not_begin_again_unasked_under_another_name(here):
+def test_a_sweep_of_another_name_goes_on_by_itself_with_more_seeds(here):
     words, old = ["optimizer.lr=1e-4,3e-4", here], "addition-grpo-sweep-0ld"
     run = plan_sweep("addition-grpo", words, 1).runs[0]
     leave(load_recipe("addition-grpo", [*run.overrides, f"run.sweep={old}", f"run.name={old}-lr0.0001-seed0"]))
-    with raises(RecipeError, "run.name") as caught:
-        plan_sweep("addition-grpo", words, 1)
-    assert f"run.name={old} goes on" in str(caught.value)
-    assert [*map(finished, plan_sweep("addition-grpo", [*words, f"run.name={old}"], 1).runs)] == [True, False]
+    sweep = plan_sweep("addition-grpo", words, 2)
+    assert sweep.name == old and [*map(finished, sweep.runs)] == [True, False, False, False]
+    assert sweep.runs[1].name == f"{old}-lr0.0001-seed1"
     assert not any(map(finished, plan_sweep("addition-grpo", [*words, "run.name=new"], 1).runs))
-    assert len(plan_sweep("addition-grpo", ["optimizer.lr=2e-4,4e-4", here], 1).runs) == 2
+    assert plan_sweep("addition-grpo", ["optimizer.lr=2e-4,4e-4", here], 1).name != old
+
+
+@pytest.mark.parametrize("again", [(["seed=0,1,2"], None), (["seed=0"], 3), (["seed=1"], 2), (["run.save_every=7"], 3)])
+def test_a_sweep_goes_on_however_its_seeds_are_given(here, again):
+    sweep = plan_sweep("addition-grpo", [here], 2)
+    leave(load_recipe("addition-grpo", sweep.runs[1].overrides))
+    words, seeds = again
+    more = plan_sweep("addition-grpo", [*words, here], seeds)
+    assert more.name == sweep.name and [run.seed for run in more.runs if finished(run)] == [1]
+
+
+def test_another_axis_is_refused_with_the_command_that_goes_on(here):
+    done = plan_sweep("addition-grpo", [here], 2)
+    leave(load_recipe("addition-grpo", done.runs[1].overrides))
+    words = ["optimizer.lr=1e-3,5e-4", "rollout.group=8,4", here]
+    with raises(RecipeError, "run.name") as caught:
+        plan_sweep("addition-grpo", words, 2)
+    command = re.search(r"tilth sweep (.*) goes on", str(caught.value))[1]
+    name, *overrides, flag, count, own = shlex.split(command)
+    sweep = plan_sweep(name, [*overrides, own], int(count))
+    assert (overrides, flag, sweep.name) == (words, "--seeds", done.name)
+    assert [run.path for run in sweep.runs if finished(run)] == [done.runs[1].path]
 
 
 def train(sweep, parallel=1):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import tomllib
@@ -131,9 +132,14 @@ def plan_sweep(name: str, overrides: Sequence[str], seeds: int | None) -> Sweep:
         raise RecipeError(f"{count} runs: a sweep has at most {MOST}; give fewer values or seeds", key="--seeds")
     base = load_recipe(name, [*fixed, *(f"{key}={values[0]}" for key, values in swept.items())])
     numbers = _seeds(base, swept, seeds)
-    stem = f"{recipe_name(name)}-sweep-"
-    title = base.run.name or f"{stem}{_digest([given(name, fixed), [*swept]])}"
-    runs = tuple(_begun(name, _runs(name, base, title, fixed, swept, numbers), title, "" if base.run.name else stem))
+    same = [override for override in fixed if override.partition("=")[0].strip() != SEED]  # more seeds are no other one
+    title = base.run.name or f"{recipe_name(name)}-sweep-{_digest([given(name, same), [*swept]])}"
+    known = _runs(name, base, title, fixed, swept, numbers)
+    if not base.run.name:
+        command = shlex.join(["tilth", "sweep", name, *overrides, *(["--seeds", str(seeds)] if seeds else [])])
+        if (begun := _sweep_of(known, title, command)) != title:
+            title, known = begun, _runs(name, base, begun, fixed, swept, numbers)
+    runs = tuple(_begun(name, known, title))
     if len(runs) < 2:
         raise RecipeError("there is but one run: give several values, as in optimizer.lr=1e-4,3e-4, or --seeds 3",
                           key="--seeds")  # fmt: skip
@@ -176,28 +182,38 @@ def _runs(
     return known
 
 
-def _begun(name: str, runs: Mapping[str, SweepRun], title: str, stem: str) -> Iterator[SweepRun]:
-    """Yield the runs; one that an earlier version has begun for this sweep under another name keeps that.
+def _sweep_of(runs: Mapping[str, SweepRun], title: str, command: str) -> str:
+    """Return the name of the sweep without a name of its own that has runs with the settings of these: an earlier
+    version named it otherwise, or its command gave seeds or folders otherwise. ``title``: there is none.
 
-    stem: begins the names that sweeps of this recipe have by themselves; "": the user has named this one. RecipeError:
-    nothing of a sweep without a name is there, but a run of another one with these settings.
+    command: of these runs. RecipeError: a sweep over other keys has such a run.
     """
+    folder, stem, others = next(iter(runs.values())).path.parent, title.rpartition("-")[0], dict[str, str]()
+    if any((run.path / "run.json").exists() for run in runs.values()):
+        return title
+    for path, state in _of_sweeps(folder):
+        sweep: str = state["sweep"]
+        if sweep.startswith(f"{stem}-") and (key := _work_of(path, state, runs)) in runs:
+            if path.name.removeprefix(sweep) == runs[key].name.removeprefix(title):
+                return sweep
+            others[sweep] = f"{path} of the sweep {sweep}, over other keys, has the settings of {runs[key].name}"
+    for sweep, why in others.items():
+        raise RecipeError(
+            f"{why}: {command} run.name={sweep} goes on with that sweep, run.name=NAME begins another one",
+            key="run.name",
+        )
+    return title
+
+
+def _begun(name: str, runs: Mapping[str, SweepRun], title: str) -> Iterator[SweepRun]:
+    """Yield the runs; one that is there for this sweep under another name keeps that: an earlier version, or a command
+    with other swept keys, has begun it."""
     there = {key for key, run in runs.items() if (run.path / "run.json").exists()}
     names, moved = {run.name for run in runs.values()}, dict[str, Path]()
     folder = next(iter(runs.values())).path.parent
     for path, state in _of_sweeps(folder) if len(there) < len(runs) else ():
-        sweep, new = state["sweep"], bool(stem) and not there
-        if path.name in names or not (sweep == title or (new and sweep.startswith(stem))):
-            continue
-        if (key := _work_of(path, state, runs)) not in runs:
-            continue
-        if sweep != title:
-            raise RecipeError(
-                f"{path} of the sweep {sweep} has the settings of {runs[key].name}: run.name={sweep} goes on with that "
-                "sweep, run.name=NAME begins another one",
-                key="run.name",
-            )
-        moved[key] = path
+        if state["sweep"] == title and path.name not in names and (key := _work_of(path, state, runs)) in runs:
+            moved[key] = path
     for key, run in runs.items():
         if key in moved and key not in there:
             run = replace(run, path=moved[key], overrides=(*run.overrides, f"run.name={moved[key].name}"))
