@@ -7,6 +7,8 @@ import torch
 
 from tests.models.test_steady import forget
 from tests.models.tiny import FAMILIES
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
 from tilth.models import row_product, steady
 from tilth.models.parity import check_parity
 from tilth.models.row_product import MOST, orders
@@ -102,36 +104,74 @@ def test_weights_smaller_than_a_vector_have_no_orders() -> None:
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_blocks_are_padded_and_one_sentence_says_so(
-    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path, capfd: pytest.CaptureFixture
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(row_product, "_library", None)
-    row_product.prepare.cache_clear()
-    try:
-        for _ in range(2):
-            assert check_parity(FAMILIES["qwen3"], torch.float32) in steady.TAILS
-        assert [block.size for block in steady.row_blocks(shape_of(24, 40), 1)] != [1]
-        (said,) = capfd.readouterr().err.splitlines()
-        missing = compiler if torch.backends.cpu.get_cpu_capability() in row_product.FLAGS else "AVX2"
-        assert missing in said and "train.parity" in said and not [*tmp_path.iterdir()]
-    finally:
-        row_product.prepare.cache_clear()
+    anew(monkeypatch)
+    for _ in range(2):
+        assert check_parity(FAMILIES["qwen3"], torch.float32) in steady.TAILS
+    assert [block.size for block in steady.row_blocks(shape_of(24, 40), 1)] != [1]
+    (said,) = capfd.readouterr().err.splitlines()
+    missing = compiler if torch.backends.cpu.get_cpu_capability() in row_product.FLAGS else "AVX2"
+    assert missing in said and "train.parity" in said and not [*tmp_path.iterdir()]
 
 
-def test_a_compiler_may_have_words_before_and_behind_it(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_library": None, "_tried": False, "_build": None}.items():
+        monkeypatch.setattr(row_product, name, value)
+
+
+def scripted(path: Path, *lines: str) -> str:
+    """A compiler of these lines, and of a copy of the library that is there."""
+    there = row_product._built(True)
+    path.write_text("\n".join(["#!/bin/sh", *lines, f'for last; do :; done; cp {there} "$last"', ""]))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_library_is_built_beside_the_passes_of_an_engine_and_used_once_it_is_there(
+    kernel: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = scripted(tmp_path / "compiler", f"until [ -e {tmp_path}/go ]; do sleep 0.01; done")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    anew(monkeypatch)
+    engine = Engine(FAMILIES["qwen3"], EngineOptions())
+    assert row_product._build is None
+    for _ in range(2):
+        engine.poll()
+        assert not row_product.ready()
+    (tmp_path / "go").touch()
+    assert row_product._build is not None
+    row_product._build.process.wait(30)
+    engine.poll()
+    assert row_product.ready() and len([*(tmp_path / "built").iterdir()]) == 1
+
+
+def test_a_process_that_ends_before_its_build_stops_it(
+    kernel: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", scripted(tmp_path / "compiler", "sleep 60"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    anew(monkeypatch)
+    row_product.prepare(wait=False)
+    build = row_product._build
+    assert build is not None and build.process.poll() is None
+    build.end()
+    assert build.process.poll() is not None and not [*(tmp_path / "built").iterdir()]
+
+
+def test_a_compiler_may_have_words_before_and_behind_it(
+    kernel: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As in CXX="ccache g++ -v"."""
-    if torch.backends.cpu.get_cpu_capability() not in row_product.FLAGS:
-        pytest.skip("nothing is compiled here")
-    asked: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> None:
-        asked.append(command)
-        Path(command[-1]).touch()
-
-    monkeypatch.setattr(row_product.subprocess, "run", run)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for compiler in ("ccache g++", '"/opt/my tools/g++" -v'):
-        monkeypatch.setenv("CXX", compiler)
-        assert row_product._built().exists()
-    assert [words[:2] for words in asked] == [["ccache", "g++"], ["/opt/my tools/g++", "-v"]]
+    (tmp_path / "my tools").mkdir()
+    compiler = scripted(tmp_path / "my tools" / "g++", f'echo "$1 $2" >> {tmp_path}/asked')
+    for number, words in enumerate((f'"{compiler}" -v', f'env "{compiler}"')):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / str(number)))
+        monkeypatch.setenv("CXX", words)
+        anew(monkeypatch)
+        row_product.prepare()
+        assert row_product.ready()
+    assert (tmp_path / "asked").read_text().splitlines() == ["-v -std=c++17", "-std=c++17 -O2"]

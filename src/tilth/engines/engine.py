@@ -67,8 +67,7 @@ class Engine(GenerationEngine):
         self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
         self._grammars = None if self.tokenizer is None else Grammars(self.tokenizer, config.vocab_size)
         self.device, self.dtype = torch.device(options.device), dtype
-        if self.device.type == "cpu" and dtype == torch.float32:
-            prepare()
+        self._has_kernels = self.device.type == "cpu" and dtype == torch.float32
         self.max_length = options.max_length or config.max_positions
         self._block_size, self.step_tokens = options.block_size, options.step_tokens
         self.kv_tokens = options.kv_tokens or options.max_rows * round_up(self.max_length, self._block_size)
@@ -275,12 +274,19 @@ class Engine(GenerationEngine):
         return {id: new for lane in self._lanes.values() for id, new in lane.progress(seen)}
 
     def score(self, texts: Sequence[np.ndarray], likeliest: int = 0, adapter: str = "") -> list[TextScores]:
+        self._load_kernels()
         serving = partial(self._adapters.serving, [self._adapters.find(adapter, "the text to score")])
         return scored(self.model, texts, likeliest, self._parity, serving)
 
     def embed(self, texts: Sequence[np.ndarray], pooling: str = "last", adapter: str = "") -> list[np.ndarray]:
+        self._load_kernels()
         serving = partial(self._adapters.serving, [self._adapters.find(adapter, "the text to embed")])
         return embedded(self.model, texts, pooling, self._parity, serving)
+
+    def _load_kernels(self) -> None:
+        """Load kernels for CPUs, which are built meanwhile: passes have the same bits without them."""
+        if self._has_kernels:
+            prepare(wait=False)
 
     def _rows(self) -> list[tuple[LengthBucket, int]]:
         return [(lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()]
@@ -300,6 +306,7 @@ class Engine(GenerationEngine):
         self._lock.check()
         done: list[Trajectory] = []
         self._stats.steps += 1
+        self._load_kernels()
         self._adapters.forget_stacks()
         self._warm_up()
         self._place(done)

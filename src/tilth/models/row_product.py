@@ -7,17 +7,20 @@ rows for one. The order of the sums in such a block is simple: MKL adds fused mu
 A kernel with this order needs the rows that there are. ``steady`` tries it for each shape: another order costs time.
 """
 
+import atexit
 import ctypes
 import os
 import platform
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 import torch
 from torch import Tensor
@@ -30,6 +33,8 @@ LEAST = 16
 """Inputs and outputs of a weight at least: one vector."""
 SHARED = 1 << 16
 """Elements of a weight from which on threads share a product."""
+LIMIT, NICE = 120, 10
+"""Seconds that a build may take, and its priority below others."""
 SOURCES = [Path(__file__).with_name(name) for name in ("row_product.cpp", "coding.cpp")]
 FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
 ARGUMENTS = {
@@ -40,15 +45,26 @@ ARGUMENTS = {
 }  # fmt: skip
 """Function of the library -> its arguments: pointers, numbers, an int or a float."""
 _library: ctypes.CDLL | None = None
+_tried = False
+_build: "_Build | None" = None
 
 
-@cache
-def prepare() -> None:
-    """Load the kernels, built if no process of this user has built it; where that fails, print why, once."""
-    global _library
+def prepare(*, wait: bool = True) -> None:
+    """Load the kernels. If no process of this user has built them, build them: 8 s of processor time. Where that fails,
+    print why, once.
+
+    wait: False: a process of low priority builds, and a later call loads what it has built.
+    """
+    global _library, _tried
+    if _tried:
+        return
     try:
-        found = ctypes.CDLL(str(_built()))
+        built = _built(wait)
+        if built is None:
+            return
+        found = ctypes.CDLL(str(built))
     except (ImportError, OSError, ValueError, subprocess.SubprocessError) as trouble:
+        _tried = True
         why = [*(getattr(trouble, "stderr", None) or str(trouble)).strip().splitlines(), type(trouble).__name__][0]
         text = f"({why}), so torch's functions compute, few rows with train.parity in blocks of 4 to 16"
         print(f"tilth: the kernels for CPUs cannot be built {text}", file=sys.stderr)
@@ -56,7 +72,7 @@ def prepare() -> None:
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
     for name, arguments in ARGUMENTS.items():
         getattr(found, name).argtypes = [kinds[one] for one in arguments]
-    _library = found
+    _library, _tried = found, True
 
 
 def ready() -> bool:
@@ -70,9 +86,52 @@ def library() -> ctypes.CDLL:
     return _library
 
 
-def _built() -> Path:
-    """Return the path of the built library, in torch's folder of extensions. Raises ValueError, OSError or
-    SubprocessError."""
+class _Build:
+    """Build of the library by a process of its own, which is killed where this one exits before it has ended."""
+
+    def __init__(self, command: list[str], built: Path) -> None:
+        built.parent.mkdir(parents=True, exist_ok=True)
+        self.built, self.owner = built, os.getpid()
+        self.folder = Path(mkdtemp(dir=built.parent))  # processes of several machines may build at once
+        self.command, self.errors = [*command, "-o", str(self.folder / built.name)], self.folder / "errors"
+        try:
+            with self.errors.open("w") as errors:
+                self.process = subprocess.Popen(self.command, stderr=errors, start_new_session=True)
+        except OSError:
+            shutil.rmtree(self.folder)
+            raise
+        atexit.register(self.end)
+        with suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PGRP, self.process.pid, NICE)
+
+    def done(self, wait: bool) -> bool:
+        """Return True once the library is where it belongs. SubprocessError: it could not be built."""
+        if not wait and self.process.poll() is None:
+            return False
+        try:
+            if code := self.process.wait(LIMIT):
+                raise subprocess.CalledProcessError(code, self.command, stderr=self.errors.read_text())
+            (self.folder / self.built.name).replace(self.built)
+        finally:
+            self.end()
+        return True
+
+    def end(self) -> None:
+        """Stop the build if it goes on, and remove its folder; a fork of this process leaves both alone."""
+        if os.getpid() == self.owner:
+            atexit.unregister(self.end)
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _built(wait: bool) -> Path | None:
+    """Return the path of the built library, in torch's folder of extensions; None: it is being built. Raises
+    ValueError, OSError or SubprocessError."""
+    global _build
+    if _build is not None and _build.owner == os.getpid():
+        return _build.built if _build.done(wait) else None  # and no look at the compiler
     from torch.utils.cpp_extension import get_cxx_compiler, get_default_build_root
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -84,12 +143,8 @@ def _built() -> Path:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     built = root / f"tilth_row_product_{digest}.so"
     if not built.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=root) as folder:  # processes of several machines may build at once
-            made = Path(folder) / built.name
-            command = [*shlex.split(compiler), *flags, *map(str, SOURCES), "-o", str(made)]  # CXX="ccache g++"
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            made.replace(built)
+        _build = _Build([*shlex.split(compiler), *flags, *map(str, SOURCES)], built)  # CXX="ccache g++"
+        return built if _build.done(wait) else None
     return built
 
 
