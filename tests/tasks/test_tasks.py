@@ -70,12 +70,10 @@ def test_an_invented_task_trains_and_is_evaluated(alone):
     assert seen and set(seen) == {1.0}
 
 
+@pytest.mark.slow  # workers import a plugin quickly in tests/flows/test_plugins.py
 @pytest.mark.parametrize(
     "backend",
-    [
-        pytest.param("local", marks=pytest.mark.dist),
-        pytest.param("ray", marks=[pytest.mark.dist, pytest.mark.ray, pytest.mark.slow]),
-    ],
+    [pytest.param("local", marks=pytest.mark.dist), pytest.param("ray", marks=[pytest.mark.dist, pytest.mark.ray])],
 )
 def test_an_invented_task_trains_on_workers_as_in_one_process(alone, tmp_path, backend):
     if backend == "ray":
