@@ -300,7 +300,7 @@ def handled(block: Block) -> bool:
         return _of_a_room(block) or block.first.startswith(tuple(PYTHON))
     if block.language == "toml":
         # tests/cli/test_from_trl_and_verl.py and tests/config/test_load.py load them
-        return block.page in ("docs/from-trl-and-verl.md", "docs/packages/data.md")
+        return block.page in ("docs/from-trl-and-verl.md", "docs/packages/data.md", "docs/algorithms.md")
     if block.language == "text":
         return not any(line.startswith("$ ") for line in block.text.splitlines())  # a picture
     return bool(block.commands) or (not block.language and block.text.startswith(tuple(NO_COMMANDS)))

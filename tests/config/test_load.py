@@ -80,6 +80,13 @@ def test_the_mixture_of_its_page_is_a_valid_one():
     assert [part.name for part in recipe.data.sources] == ["web", "maths"]
 
 
+def test_teachers_on_the_page_of_algorithms_are_a_recipe():
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)
+    recipe = from_dict({"flow": "distill", **tomllib.loads(block)})
+    assert [(one.name, one.aligns) for one in recipe.teachers] == [("mathematician", False), ("coder", False)]
+
+
 def test_defaults_are_a_valid_recipe():
     assert from_dict({}) == Recipe()
 
