@@ -116,11 +116,6 @@ class Translator:
     def __init__(self, own: Tokenizer, other: Tokenizer, most: int) -> None:
         """most: tokens of a translation; the rest is cut off and is in no chunk. Raises DataError for a tokenizer that
         changes a text where it begins: runs of a sequence are read apart."""
-        self.own, self.other, self.most = own, other, most
-        self._begin, self._other_begin = own.encode(""), other.encode("")
-        self._written = _counterparts(own, other)
-        stops = {stop: self._written[stop] for stop in own.stop_ids}
-        self._chosen = self._written | {s: i if i in other.stop_ids else other.eos_id for s, i in stops.items()}
         for whose, tokenizer in (("policy", own), ("teacher", other)):
             if (character := _character(tokenizer)) and not _joins(tokenizer, character):
                 raise DataError(
@@ -128,6 +123,11 @@ class Translator:
                     "text of the whole; use one that does not (byte-level, as of Llama 3 or Qwen)",
                     key=f"align.{whose}",
                 )
+        self.own, self.other, self.most = own, other, most
+        self._begin, self._other_begin = own.encode(""), other.encode("")
+        self._written = _counterparts(own, other)
+        stops = {stop: self._written[stop] for stop in own.stop_ids}
+        self._chosen = self._written | {s: i if i in other.stop_ids else other.eos_id for s, i in stops.items()}
         self._longer, self._other_longer = _Continuations(own), _Continuations(other)  # slow: it decodes all tokens
         self._special = np.array(sorted({*own.special().values(), *own.stop_ids, own.pad_id}), np.int64)
 

@@ -157,7 +157,7 @@ def build(
                 _check_tokens(recipe, key, others[key], tokenizer)
     if recipe.rollout.draft.path:
         shapes[DRAFTER] = _check_drafter(recipe, config, tokenizer)
-    generates = pool is not None or recipe.flow_spec.samples or bool(recipe.rollout.environment)
+    generates = pool is not None or recipe.flow_spec.samples or bool(recipe.reward.model or recipe.rollout.environment)
     followed = None
     if isinstance(material, PretrainTexts):
         data = _documents(recipe, material, tokenizer)
