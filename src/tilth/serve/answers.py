@@ -3,34 +3,19 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tilth.core.trajectory import Trajectory
 from tilth.engines.client import EngineClient
 from tilth.engines.completion import Completion, Delta
 from tilth.engines.request import Request
 from tilth.serve.app import gathered
+from tilth.serve.choices import ChatChoice, TextChoice
 from tilth.serve.errors import HttpError, http_error
 from tilth.serve.metrics import ServerMetrics
-
-
-class Choice(Protocol):
-    """One completion in the form of its endpoint."""
-
-    def whole(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the choice of an answer in one piece."""
-        ...
-
-    def first(self) -> Iterable[dict[str, Any]]:
-        """Return the first choices of a stream's chunks, before any token."""
-        ...
-
-    def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Return the choices of a stream's chunks for new tokens."""
-        ...
 
 
 @dataclass
@@ -44,7 +29,7 @@ class HttpAnswer:
     kind: str
     model: str
     requests: list[Request]
-    choices: list[Choice]
+    choices: Sequence[ChatChoice | TextChoice]
     prompts: int
     """Tokens of all prompts."""
     prefix: str = "cmpl"

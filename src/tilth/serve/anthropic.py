@@ -1,27 +1,27 @@
 """Form of Anthropic's ``/v1/messages``: blocks and events, made from the choice of a chat completion."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tilth.serve.anthropic_body import FIELDS, MessagesBody
-from tilth.serve.app import event
 from tilth.serve.errors import HttpError
+from tilth.serve.forms import Form
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """``finish_reason`` of a chat completion -> ``stop_reason`` of a message."""
 
 
-class MessageForm:
+class MessageForm(Form):
     """One message while its parts come; a whole answer is one part."""
 
+    last = ()
+
     def __init__(self, body: MessagesBody, head: Mapping[str, Any]) -> None:
-        """head: id and model of the chat completion, and its ``usage`` before the first token."""
         self._id, self._model = f"msg_{head['id'].partition('-')[2]}", head["model"]
         self._content: list[dict[str, Any]] = []
         """Blocks, of which the last one may be open."""
-        self._open = False
+        self._begun = self._open = False
         self._reason: str | None = None
         self._sequence: str | None = None
         self._usage = head["usage"]
@@ -34,24 +34,10 @@ class MessageForm:
             pass
         return {**self._message(), "content": self._content, **self._more}
 
-    async def events(self, parts: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[str]:
-        """Yield the events of a stream of a chat completion's chunks. An error is the last event."""
-        begun = False
-        async with aclosing(parts):
-            try:
-                async for part in parts:
-                    if not begun:
-                        begun, ids = True, {k: v for k, v in part.items() if k == "prompt_token_ids"}
-                        yield event({"type": "message_start", "message": {**self._message(), **ids}})
-                    for one in self._hear(part):
-                        yield event(one)
-            except HttpError as error:
-                yield event(error.renamed(FIELDS).anthropic)
-
     def _hear(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a chunk, or of a whole chat completion."""
-        if "prompt_token_ids" in part:
-            self._more["prompt_token_ids"] = part["prompt_token_ids"]
+        if not self._begun:
+            self._begun, self._more = True, {k: v for k, v in part.items() if k == "prompt_token_ids"}
+            yield {"type": "message_start", "message": {**self._message(), **self._more}}
         for choice in part["choices"]:
             said = choice["message"] if "message" in choice else choice["delta"]
             if "token_ids" in choice:
@@ -72,6 +58,9 @@ class MessageForm:
             delta = {"stop_reason": self._reason, "stop_sequence": self._sequence}
             yield {"type": "message_delta", "delta": delta, "usage": _counts(self._usage), **ids}
             yield {"type": "message_stop"}
+
+    def _failed(self, error: HttpError) -> dict[str, Any]:
+        return error.renamed(FIELDS).anthropic
 
     def _say(self, text: str) -> Iterator[dict[str, Any]]:
         if not self._open:

@@ -56,6 +56,7 @@ class ChatChoice:
         self._text = StreamedText(tokenizer, params.stop_tokens, params.stop, calls)
 
     def whole(self, trajectory: Trajectory) -> dict[str, Any]:
+        """Return the choice of an answer in one piece."""
         mine = trajectory.mask == 1
         ids, logprobs = trajectory.tokens[mine].tolist(), trajectory.logprobs[mine].tolist()
         content, calls = self._heard(trajectory)
@@ -64,9 +65,11 @@ class ChatChoice:
         return {**found, **self._details(ids, logprobs, trajectory.likeliest)}
 
     def first(self) -> Iterable[dict[str, Any]]:
+        """Return the first choices of a stream's chunks, before any token."""
         yield {"index": self.request.id, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
     def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
+        """Return the choices of a stream's chunks for new tokens."""
         certain = self._text.hear(delta.tokens)
         details = self._details(delta.tokens.tolist(), delta.logprobs.tolist(), delta.likeliest)
         head = {"index": self.request.id, "finish_reason": None}

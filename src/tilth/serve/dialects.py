@@ -1,9 +1,9 @@
 """Interfaces by which clients ask for a turn of the assistant: the body of a request, which asks for a chat completion,
 and the form of its answer. Imports no torch."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -11,43 +11,10 @@ from starlette.responses import Response
 
 from tilth.serve import anthropic_body, response_body
 from tilth.serve.anthropic import MessageForm
-from tilth.serve.app import DONE, event
 from tilth.serve.errors import HttpError, read
+from tilth.serve.forms import Form
 from tilth.serve.responses import ResponseForm
-from tilth.serve.schemas import Body, ChatBody
-
-
-class Form(Protocol):
-    """Form of one answer."""
-
-    def whole(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer for a whole chat completion."""
-        ...
-
-    def events(self, parts: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[str]:
-        """Yield the events of a stream of a chat completion's chunks. An error is the last event."""
-        ...
-
-
-class PlainForm:
-    """Form of chat completions, and of completions: as they are."""
-
-    def __init__(self, body: Body, head: Mapping[str, Any]) -> None:
-        pass
-
-    def whole(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return it as it is."""
-        return {**found}
-
-    async def events(self, parts: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[str]:
-        """Yield the chunks. An error is the last event, as the status has been sent."""
-        async with aclosing(parts):
-            try:
-                async for part in parts:
-                    yield event(part)
-                yield DONE
-            except HttpError as error:
-                yield event(error.body)
+from tilth.serve.schemas import ChatBody
 
 
 class Dialect(NamedTuple):
@@ -75,7 +42,7 @@ class Dialect(NamedTuple):
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": Dialect(ChatBody, PlainForm, {}),
+    "/v1/chat/completions": Dialect(ChatBody, Form, {}),
     "/v1/responses": Dialect(response_body.ResponsesBody, ResponseForm, response_body.FIELDS),
     "/v1/messages": Dialect(anthropic_body.MessagesBody, MessageForm, anthropic_body.FIELDS),
 }

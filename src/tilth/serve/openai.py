@@ -19,8 +19,9 @@ from tilth.engines.request import TextScores
 from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, in_one
 from tilth.serve.app import event_stream, unless_gone
 from tilth.serve.choices import ChatChoice, TextChoice, called_schema, hears_calls
-from tilth.serve.dialects import COUNTING, COUNTS, Dialect, Form, PlainForm, add_turns
+from tilth.serve.dialects import COUNTING, COUNTS, Dialect, add_turns
 from tilth.serve.errors import HttpError, http_error, read
+from tilth.serve.forms import Form
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import DEFAULT_TOKENS, ServedModel
 from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, SampledBody, TokenizeBody
@@ -97,11 +98,11 @@ class OpenAI:
         ]
         flat = [one for each in asked for one in each]
         tokens = sum(map(len, prompts))
-        answer = HttpAnswer("text_completion", body.model, flat, [*choices], tokens, usage=_wants_usage(body))
+        answer = HttpAnswer("text_completion", body.model, flat, choices, tokens, usage=_wants_usage(body))
         if not longest:
             whole = {"choices": [one.silently() for one in choices], "usage": answer.counts(0)}
             return JSONResponse({**answer.head("text_completion"), **whole})
-        return await self._respond(request, answer, PlainForm(body, {}), bool(body.stream))
+        return await self._respond(request, answer, Form(body, {}), bool(body.stream))
 
     async def _turn(self, request: HttpRequest, dialect: Dialect) -> Response:
         """Answer a conversation, whatever the interface, by the body of a chat completion."""
@@ -131,9 +132,7 @@ class OpenAI:
         asked = self.model.requests(body, ids, params, top)
         choices = [ChatChoice(self.model.tokenizer, one, body, hears_calls(body)) for one in asked]
         more = {"prompt_token_ids": ids} if body.return_token_ids else {}
-        return HttpAnswer(
-            "chat.completion", body.model, asked, [*choices], len(ids), "chatcmpl", _wants_usage(body), more
-        )
+        return HttpAnswer("chat.completion", body.model, asked, choices, len(ids), "chatcmpl", _wants_usage(body), more)
 
     async def _prompt(self, request: HttpRequest, body: ChatBody) -> list[int]:
         """Return the token ids that the assistant continues. Raises HttpError."""

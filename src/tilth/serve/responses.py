@@ -2,20 +2,20 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tilth.serve.app import event
 from tilth.serve.errors import HttpError
+from tilth.serve.forms import Form
 from tilth.serve.response_body import FIELDS, ResponsesBody
 
 
-class ResponseForm:
+class ResponseForm(Form):
     """One response while its parts come; a whole answer is one part."""
 
+    last = ()
+
     def __init__(self, body: ResponsesBody, head: Mapping[str, Any]) -> None:
-        """head: id, time and model of the chat completion."""
         self._body, self._head = body, head
         self._output: list[dict[str, Any]] = []
         self._message = ""
@@ -33,21 +33,15 @@ class ResponseForm:
             pass
         return self._response()
 
-    async def events(self, parts: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[str]:
-        """Yield the events of a stream of a chat completion's chunks. An error is the last event."""
-        async with aclosing(parts):
-            for kind in ("created", "in_progress"):
-                yield event(self._event(f"response.{kind}", response=self._response()))
-            try:
-                async for part in parts:
-                    for one in self._hear(part):
-                        yield event(one)
-            except HttpError as error:
-                told = error.renamed(FIELDS)
-                yield event(self._event("error", message=str(told), code=told.code, param=told.param))
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response())
+
+    def _failed(self, error: HttpError) -> dict[str, Any]:
+        told = error.renamed(FIELDS)
+        return self._event("error", message=str(told), code=told.code, param=told.param)
 
     def _hear(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a chunk, or of a whole chat completion."""
         for choice in part["choices"]:
             said = choice["message"] if "message" in choice else choice["delta"]
             self._rows += map(_row, (choice.get("logprobs") or {}).get("content", ()))
