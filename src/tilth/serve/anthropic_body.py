@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tilth.serve.errors import read, shortened
-from tilth.serve.schemas import INT64, Body, ChatBody, DrawnBody, ModelBody, Words, wrong
+from tilth.serve.schemas import INT64, Body, ChatBody, DrawnBody, GivenBack, ModelBody, Words, text_of, wrong
 
 FIELDS = {
     "messages": "messages",
@@ -20,16 +20,10 @@ FIELDS = {
 """Field of a chat completion -> field of a message, which has other parts."""
 
 
-class ContentBlock(Body):
+class ContentBlock(GivenBack):
     """Base of the blocks of a message. cache_control: read, and does nothing."""
 
     cache_control: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, block: Any) -> Any:
-        """Leave out what is null: clients send back all fields of an answer's blocks."""
-        return {k: v for k, v in block.items() if v is not None} if isinstance(block, dict) else block
 
 
 class TextBlock(ContentBlock):
@@ -65,7 +59,7 @@ class ToolResultBlock(ContentBlock):
     def said(self) -> str:
         """Content that the model reads. Chat templates have no place for an error: it begins as answers of tools in
         environments do, "error: ", unless it says so itself."""
-        text = _text(self.content)
+        text = text_of(self.content)
         if not self.is_error or text.lstrip().lower().startswith("error"):
             return text
         return f"error: {text}" if text else "error"
@@ -193,7 +187,7 @@ class CountBody(ModelBody):
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat completion; results of tools are messages of their own."""
         if self.system is not None:
-            yield {"role": "system", "content": _text(self.system)}
+            yield {"role": "system", "content": text_of(self.system)}
         for message in self.messages:
             if isinstance(message.content, str):
                 yield {"role": message.role, "content": message.content}
@@ -220,10 +214,6 @@ class MessagesBody(CountBody, DrawnBody):
         if self.stream:
             found["stream_options"] = {"include_usage": True}
         return found
-
-
-def _text(texts: Texts) -> str:
-    return texts if isinstance(texts, str) else "".join(block.text for block in texts)
 
 
 def _function(tool: InputTool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tilth.envs.calls import ToolCall
 from tilth.serve.errors import HttpError
-from tilth.serve.schemas import Message, ToolSchema
+from tilth.serve.schemas import Message, ToolSchema, text_of
 
 
 def listed(tool: ToolSchema) -> dict[str, Any]:
@@ -28,9 +28,8 @@ def assistant(content: str, calls: Sequence[ToolCall], ids: Sequence[str]) -> di
 
 def plain(message: Message) -> dict[str, Any]:
     """Return a message in the form that chat templates take: text content, arguments of calls as objects."""
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": text_of(message.content)}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             found[name] = value

@@ -15,10 +15,12 @@ from tilth.serve.schemas import (
     ChatBody,
     FunctionName,
     FunctionSchema,
+    GivenBack,
     SchemaFormat,
     TextBody,
     Words,
     only,
+    text_of,
     wrong,
 )
 
@@ -52,7 +54,7 @@ class ResponsePart(Body):
 Content = str | Annotated[list[ResponsePart], Field(fail_fast=True)]
 
 
-class ResponseItem(Body):
+class ResponseItem(GivenBack):
     """A message, a call of a function or what it has returned; also an item of an earlier response, as it was."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
@@ -64,12 +66,6 @@ class ResponseItem(Body):
     name: Words | None = None
     arguments: str | None = None
     output: Content | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, item: Any) -> Any:
-        """Leave out what is null: clients send back all fields of an item."""
-        return {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item
 
     @model_validator(mode="after")
     def _whole(self) -> "ResponseItem":
@@ -181,9 +177,9 @@ class ResponsesBody(TextBody):
             return [*found, {"role": "user", "content": self.input}]
         for item in self.input:
             if item.type == "message":
-                found.append({"role": item.role, "content": _text(item.content)})
+                found.append({"role": item.role, "content": text_of(item.content)})
             elif item.type == "function_call_output":
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
             else:
                 if not found or found[-1]["role"] != "assistant":
                     found.append({"role": "assistant", "content": None})
@@ -191,7 +187,3 @@ class ResponsesBody(TextBody):
                 call = {"id": item.call_id, "type": "function", "function": function}
                 found[-1].setdefault("tool_calls", []).append(call)
         return found
-
-
-def _text(content: Content | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())

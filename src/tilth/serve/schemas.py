@@ -59,6 +59,20 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class GivenBack(Body):
+    """Base of what clients send back with all the fields that an answer had: null is left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
+
+def text_of(content: Any) -> str:
+    """Return the text of content, which may come in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
 class StreamOptions(Body):
     """include_usage: a last chunk has the numbers of tokens."""
 
