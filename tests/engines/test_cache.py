@@ -80,7 +80,7 @@ def test_copy(to, rows):
 
 
 def test_the_store_gives_back_what_it_was_given():
-    store = PrefixStore(CONFIG, 4, torch.float32, CPU, most=9)
+    store = PrefixStore(KVCache(CONFIG, torch.float32, CPU), 4, most=9)
     first, second = slab_of(2, 16), slab_of(2, 16, seed=1)
     store.save([(0, 3), (1, 0)], first, 1)
     store.save([(2, 8)], second, 0)

@@ -145,19 +145,9 @@ def _runs(to: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, int, in
 class PrefixStore:
     """Copies of registered blocks by store slot; grows with use."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        most: int,
-        *,
-        routing: bool = False,
-        latent: bool = False,
-    ) -> None:
-        self._slab = KVCache(config, dtype, device, routing=routing, latent=latent)
-        self._block_size, self._most = block_size, most
+    def __init__(self, slab: KVCache, block_size: int, most: int) -> None:
+        """slab: an empty cache, in which it keeps them; most: blocks."""
+        self._slab, self._block_size, self._most = slab, block_size, most
 
     @property
     def nbytes(self) -> int:

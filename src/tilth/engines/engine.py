@@ -643,9 +643,7 @@ class Engine(GenerationEngine):
         return KVCache(self._held, self.dtype, self.device, routing=self._routing, latent=not self._parity)
 
     def _new_store(self) -> PrefixStore:
-        size, most = self._block_size, self._blocks.max_cached
-        more = {"routing": self._routing, "latent": not self._parity}
-        return PrefixStore(self._held, size, self.dtype, self.device, most, **more)
+        return PrefixStore(self._new_slab(), self._block_size, self._blocks.max_cached)
 
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():
