@@ -153,11 +153,7 @@ class LengthBucket:
         c.temperature[row], c.greedy[row] = p.temperature or 1.0, p.temperature == 0
         c.filtered[row] = p.filtered
         c.top_k[row], c.top_p[row], c.min_p[row] = (p.top_k, p.top_p, p.min_p) if p.filtered else (0, 1.0, 0.0)
-        self.answers[row] = answer
-        if answer.watching:
-            self.watched.add(row)
-        if answer.request.likeliest:
-            self.noted.add(row)
+        self._put(row, answer)
 
     def take(self, row: int) -> SequenceState:
         """Remove a row and return its sequence with all its tokens."""
@@ -241,18 +237,24 @@ class LengthBucket:
         """Move rows with state and KV from a smaller lane here."""
         to = self._holes(len(rows), other.columns.stops.shape[1])
         self.fit(other.limit)
-        self.slab.copy(to.tolist(), other.slab, rows.tolist(), other.limit - 1)
-        self.columns.copy(to, other.columns, rows)
-        answers = [other.answers[r] for r in rows]
-        requests, more = [a.request for a in answers if a], self.limit - other.limit
+        self._bring(other, rows, to, other.limit - 1)
+        requests, more = [self.answer(row).request for row in to.tolist()], self.limit - other.limit
         self.columns.uniform[to, other.limit :] = draw(requests, [other.limit] * len(rows), more)
-        for row, source, answer in zip(to.tolist(), rows.tolist(), answers):
-            self.answers[row] = answer
-            if source in other.watched:
-                self.watched.add(row)
-            if source in other.noted:
-                self.noted.add(row)
+
+    def _bring(self, other: "LengthBucket", rows: np.ndarray, to: np.ndarray, tokens: int) -> None:
+        """Move rows with state and the KV of their first tokens from a lane, which may be this one, to free rows."""
+        self.slab.copy(to.tolist(), other.slab, rows.tolist(), tokens)
+        self.columns.copy(to, other.columns, rows)
+        for row, source in zip(to.tolist(), rows.tolist()):
+            self._put(row, other.answer(source))
             other._clear(source)
+
+    def _put(self, row: int, answer: SequenceState) -> None:
+        self.answers[row] = answer
+        if answer.watching:
+            self.watched.add(row)
+        if answer.request.likeliest:
+            self.noted.add(row)
 
     def compact(self) -> int:
         """Move the last rows into holes if that saves a multiple of rows; return the number of rows to decode."""
@@ -262,19 +264,8 @@ class LengthBucket:
         late = live[live >= want]
         if len(late):
             holes = np.flatnonzero(~self.columns.live[:want])[: len(late)]
-            self._move(late, holes)
+            self._bring(self, late, holes, int(self.columns.position[late].max()) + 1)
         return int(self.rows.max(initial=-1)) + 1 if self._trimmed else want
-
-    def _move(self, rows: np.ndarray, to: np.ndarray) -> None:
-        self.slab.copy(to.tolist(), self.slab, rows.tolist(), int(self.columns.position[rows].max()) + 1)
-        self.columns.copy(to, self.columns, rows)
-        for row, source in zip(to.tolist(), rows.tolist()):
-            self.answers[row] = self.answers[source]
-            if source in self.watched:
-                self.watched.add(row)
-            if source in self.noted:
-                self.noted.add(row)
-            self._clear(source)
 
     def rules(self, rows: slice | np.ndarray) -> RuleColumns:
         """Return the sampling rules of some rows, each as often as it is there."""
