@@ -14,7 +14,7 @@ from tilth.core.trajectory import Finish, Trajectory
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import EngineError, GenerationEngine
 from tilth.engines.request import Progress, Request, SamplingParams, SequenceState
-from tilth.engines.server import ServerError, ServerLost
+from tilth.engines.server import Connection, ServerError, ServerLost
 from tilth.engines.stats import Stats
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import stored_tensors
@@ -53,6 +53,8 @@ class Continuation(NamedTuple):
 class EngineServer(Protocol):
     """A running server; every method may raise ServerLost."""
 
+    process: Connection
+
     def advance(self, cancel: list[str], asks: list[Ask], seconds: float) -> tuple[dict[str, Continuation], int]:
         """Abort and add requests, let it work for a while; return new tokens by ``wire``, and its steps. ServerLost if
         it gives none for these seconds."""
@@ -71,9 +73,11 @@ class EngineServer(Protocol):
 
     def stop(self) -> None:
         """End it; never raises ServerLost."""
+        self.process.stop()
 
     def log_tail(self) -> str:
         """Return the last lines of its log."""
+        return self.process.log_tail()
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import torch
 from tilth.core.errors import DataError
 from tilth.core.random import stream_id
 from tilth.engines.options import EngineOptions
-from tilth.engines.remote import Ask, Continuation, RemoteEngine
+from tilth.engines.remote import Ask, Continuation, EngineServer, RemoteEngine
 from tilth.engines.request import SequenceState
 from tilth.engines.server import Connection, EngineProcess, ServerLost, find_python
 from tilth.models.config import DecoderConfig
@@ -70,7 +70,7 @@ class SGLang(RemoteEngine):
             raise DataError(f"{message}; leave them out, or use rollout.engine = vllm", key="request.filter")
 
 
-class SGLangServer:
+class SGLangServer(EngineServer):
     """A running server of SGLang. Requests that are asked together are one stream, read by a thread of its own."""
 
     def __init__(self, process: Connection, folder: Path) -> None:
@@ -162,11 +162,8 @@ class SGLangServer:
         self.process.request("POST", path, json.dumps(body).encode())
 
     def stop(self) -> None:
-        self.process.stop()
+        super().stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def log_tail(self) -> str:
-        return self.process.log_tail()
 
 
 def _joined(a: Continuation, b: Continuation) -> Continuation:

@@ -7,9 +7,9 @@ import torch
 
 from tilth.core.errors import RecipeError
 from tilth.engines.options import EngineOptions
-from tilth.engines.remote import Ask, Continuation, RemoteEngine, parsed_pieces
+from tilth.engines.remote import Ask, Continuation, EngineServer, RemoteEngine, parsed_pieces
 from tilth.engines.request import SamplingParams
-from tilth.engines.server import EngineProcess, find_python
+from tilth.engines.server import Connection, EngineProcess, find_python
 from tilth.models.config import DecoderConfig
 from tilth.plan.kernels import round_up
 from tilth.plan.shape import kv_bytes
@@ -60,10 +60,10 @@ class VLLM(RemoteEngine):
         )
 
 
-class VLLMServer:
+class VLLMServer(EngineServer):
     """A running ``servers/vllm_server.py``."""
 
-    def __init__(self, process: EngineProcess, device: str) -> None:
+    def __init__(self, process: Connection, device: str) -> None:
         self.process, self._device, self._ready = process, device, False
 
     def advance(self, cancel: list[str], asks: list[Ask], seconds: float) -> tuple[dict[str, Continuation], int]:
@@ -92,12 +92,6 @@ class VLLMServer:
 
     def wake_up(self) -> None:
         self.process.call("wake_up")
-
-    def stop(self) -> None:
-        self.process.stop()
-
-    def log_tail(self) -> str:
-        return self.process.log_tail()
 
 
 def _sent(ask: Ask) -> dict[str, Any]:
