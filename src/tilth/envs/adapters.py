@@ -15,6 +15,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from tilth.core.errors import PluginError
@@ -69,16 +70,24 @@ class VerifiersEnvironment(Environment, declares=False):
         """Load the environment, so that one that is missing ends the run at its start."""
         event_loop()  # here, since several threads that ask at once would each make one
         try:
-            _verifiers(cls)
+            cls._loaded()
         except ImportError as error:
             raise missing("verifiers", error) from error
         except (ValueError, RuntimeError) as error:  # how the package reports a name that it cannot load
             raise PluginError(str(error), key="environment.verifiers.name") from error
 
     @classmethod
+    @cache
+    def _loaded(cls) -> Any:
+        """Return the environment, loaded once in a process."""
+        from verifiers import load_environment
+
+        return load_environment(cls.id, **cls.options)
+
+    @classmethod
     def records(cls, count: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of its dataset as records: the text of the prompt, the answer, and the whole row."""
-        data = _verifiers(cls).get_dataset(n=count or -1)
+        data = cls._loaded().get_dataset(n=count or -1)
         for row in data:
             turns = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
             plain = json.loads(json.dumps({**row, "prompt": turns}, default=str))
@@ -90,7 +99,7 @@ class VerifiersEnvironment(Environment, declares=False):
         row = {"example_id": 0, "answer": "", "info": {}, **info.get("row", {**info, "prompt": list(turns)})}
         self._policy = _policy_client()
         self._rollout = asyncio.run_coroutine_threadsafe(
-            _verifiers(type(self)).run_rollout(row, self._policy, "policy", {}), event_loop()
+            self._loaded().run_rollout(row, self._policy, "policy", {}), event_loop()
         )
         self._heard: list[Message] = []
         return _on_loop(self._next())[0]
@@ -115,7 +124,7 @@ class VerifiersEnvironment(Environment, declares=False):
 
     def tools(self) -> dict[str, Any]:
         """Return what it offers with its newest request; it calls them itself."""
-        return {tool.name: _Offered(tool) for tool in self._policy.tools or ()}
+        return {one.name: offered(one.name, one.description, one.parameters) for one in self._policy.tools or ()}
 
     def close(self) -> None:
         """Cancel its loop if it still runs."""
@@ -137,24 +146,10 @@ class VerifiersEnvironment(Environment, declares=False):
         return messages[seen:], False
 
 
-class _Offered:
-    """Description of a tool that an environment of ``verifiers`` calls itself."""
-
-    def __init__(self, tool: Any) -> None:
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        self.schema = {"type": "function", "function": function}
-
-
-_LOADED: dict[type, Any] = {}
-
-
-def _verifiers(kind: type[VerifiersEnvironment]) -> Any:
-    """Return the environment of a class, loaded once in a process."""
-    from verifiers import load_environment
-
-    if kind not in _LOADED:
-        _LOADED[kind] = load_environment(kind.id, **kind.options)
-    return _LOADED[kind]
+def offered(name: str, description: str, parameters: Any) -> Any:
+    """Return the description of a tool that an environment of another package calls itself."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return SimpleNamespace(schema={"type": "function", "function": function})
 
 
 @cache

@@ -5,12 +5,11 @@ Package ``openenv`` from 0.10 on; ``openenv-core`` before.
 
 import json
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.request import urlopen
 
 from tilth.core.errors import PluginError
-from tilth.envs.adapters import PlayedEnvironment, imported
+from tilth.envs.adapters import PlayedEnvironment, imported, offered
 from tilth.envs.environment import Message
 
 INVALID = "VALIDATION_ERROR"
@@ -76,8 +75,7 @@ class OpenEnvironment(PlayedEnvironment, declares=False):
         """Return the tool whose arguments are an action, where an action is not one text."""
         if self._field or not self._action:
             return {}
-        function = {"name": "act", "description": self._action.get("description", ""), "parameters": {**self._action}}
-        return {"act": SimpleNamespace(schema={"type": "function", "function": function})}
+        return {"act": offered("act", self._action.get("description", ""), {**self._action})}
 
     def close(self) -> None:
         """End the session."""

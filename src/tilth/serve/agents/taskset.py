@@ -6,6 +6,7 @@
 import asyncio
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -33,7 +34,15 @@ class VerifiersTaskset(Agent, declares=False):
     def prepare(cls) -> None:
         """Load the environment and start what its agents share. Raises PluginError."""
         super().prepare()
-        _loaded(cls)
+        cls._loaded()
+
+    @classmethod
+    @cache
+    def _loaded(cls) -> Any:
+        """Return the environment, loaded once in a process, with what its agents share."""
+        env = _environment(cls)
+        asyncio.run_coroutine_threadsafe(env.serving().__aenter__(), event_loop()).result()
+        return env
 
     @classmethod
     def records(cls, count: int) -> Iterator[dict[str, Any]]:
@@ -49,7 +58,7 @@ class VerifiersTaskset(Agent, declares=False):
     async def _run_episode(self, info: dict[str, Any], base_url: str, api_key: str, model: str) -> None:
         from verifiers.v1 import EvalClientConfig, ModelContext
 
-        env = _loaded(type(self))
+        env = self._loaded()
         kind = type(env.taskset).task_type()
         given = info.get("task") or {**info, "prompt": info["prompt"]}
         task = kind(kind.data_type().model_validate(given), env.config.taskset.task)
@@ -98,15 +107,3 @@ def _environment(kind: type[VerifiersTaskset]) -> Any:
             text = f"{message} on this machine as you; set {role}.runtime.type to a container's, or the harness 'null'"
             raise PluginError(text, key="environment.verifiers.runtime")
     return env
-
-
-_LOADED: dict[type, Any] = {}
-
-
-def _loaded(kind: type[VerifiersTaskset]) -> Any:
-    """Return the environment of a class, loaded once in a process, with what its agents share."""
-    if kind not in _LOADED:
-        env = _environment(kind)
-        asyncio.run_coroutine_threadsafe(env.serving().__aenter__(), event_loop()).result()
-        _LOADED[kind] = env
-    return _LOADED[kind]
