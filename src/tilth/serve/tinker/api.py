@@ -121,18 +121,15 @@ def numbered(
 ) -> dict[str, Any]:
     """Take a request of a client. One that is refused has its place too, so that later ones do not wait for it."""
     raw, wrong = given
+    model, seq = _number(raw) or ("", 0)
     try:
         if wrong is not None:
             raise wrong
         check(parsed(raw, kind))
     except DataError as error:
-        place = _number(raw)
-        if place is None or place[0] not in desk.clients:
-            raise
-        desk.refuse(*place, error)
-        return promise("f", *place, model_id=place[0])
-    model, seq = _number(raw) or ("", 0)
-    desk.submit(model, seq, operation, raw, None)
+        desk.refuse(model, seq, error)
+    else:
+        desk.submit(model, seq, operation, raw, None)
     return promise("f", model, seq, model_id=model)
 
 

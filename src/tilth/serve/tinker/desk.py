@@ -13,8 +13,7 @@ from typing import Any
 
 from tilth.config.schema import LoraConfig
 from tilth.core.clock import utc_now
-from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
-from tilth.engines.client import BREAKS
+from tilth.core.errors import CheckpointError, DataError, TilthError
 from tilth.engines.completion import RequestError
 from tilth.serve.app import GRACE
 from tilth.serve.tinker.base import ServedBase, ServiceLimits
@@ -184,8 +183,7 @@ class TrainingDesk:
             except TimeoutError:
                 return None
             except TilthError as error:
-                ours = isinstance(error, (*BREAKS, RequestError, StorageError))
-                return StoredAnswer.failure(error, "server" if ours else "user")
+                return StoredAnswer.failure(error)
         return StoredAnswer.of({"path": client.begins_at, "model_id": name, "type": "load_weights"})
 
     # ---- requests and answers ----
@@ -196,8 +194,11 @@ class TrainingDesk:
         return self.runner.submit(self.client(model), seq, kind, body, request, cost)
 
     def refuse(self, model: str, seq: int, error: TilthError) -> Operation:
-        """Give a request that is refused its place among the client's, so that later ones do not wait for it."""
-        return self.submit(model, seq, "refused", StoredAnswer.failure(error, "user").body, None)
+        """Give a request that is refused its place among the client's, so that later ones do not wait for it. Raises
+        ``error`` where there is no such client."""
+        if model not in self.clients:
+            raise error
+        return self.submit(model, seq, "refused", StoredAnswer.failure(error).body, None)
 
     async def submit_data(self, body: bytes, wrong: DataError | None = None) -> tuple[str, Operation]:
         """Take a request for passes; return its model. wrong: why it is refused, whatever it holds; the body may be its
@@ -208,8 +209,6 @@ class TrainingDesk:
             request = await asyncio.to_thread(self._read_data, body)  # thousands of sequences take their time
         except DataError as error:
             model, seq = place_of(body) or ("", 0)
-            if model not in self.clients:
-                raise
             return model, self.refuse(model, seq, error)
         self.client(request.model)
         if request.seq < 1:

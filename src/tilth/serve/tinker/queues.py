@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from tilth.core.errors import DataError, TilthError
+from tilth.core.errors import DataError, StorageError, TilthError
+from tilth.engines.client import BREAKS
+from tilth.engines.completion import RequestError
 from tilth.serve.errors import first_line
 from tilth.serve.tinker.log import Record, RequestLog
 
@@ -38,8 +40,11 @@ class StoredAnswer(NamedTuple):
         return cls(json.dumps(facts).encode())
 
     @classmethod
-    def failure(cls, error: Exception, category: str) -> "StoredAnswer":
-        """Return the answer to a request that failed. category: whose fault it is, "user" or "server"."""
+    def failure(cls, error: Exception, category: str = "") -> "StoredAnswer":
+        """Return the answer to a request that failed. category: whose fault it is, "user" or "server"; "": as the kind
+        of the error says."""
+        ours = not isinstance(error, TilthError) or isinstance(error, (*BREAKS, RequestError, StorageError))
+        category = category or ("server" if ours else "user")
         return cls(json.dumps({"error": first_line(error), "category": category}).encode(), error=True)
 
     @property

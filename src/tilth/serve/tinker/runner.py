@@ -243,14 +243,12 @@ class ClientRunner:
             except BREAKS as error:
                 client.alive = -1
                 if not RESTARTS.again(begun):
-                    return StoredAnswer.failure(error, "server")
-            except (RequestError, StorageError) as error:
-                return StoredAnswer.failure(error, "server")
+                    return StoredAnswer.failure(error)
             except TilthError as error:
-                return StoredAnswer.failure(error, "user")
+                return StoredAnswer.failure(error)
             except Exception as error:  # noqa: BLE001 - inline, a worker's own exception comes as it is
                 client.alive = -1
-                return StoredAnswer.failure(error, "server")
+                return StoredAnswer.failure(error)
         raise AssertionError("unreachable")
 
     async def _revive(self, client: Client, upto: int) -> None:

@@ -12,9 +12,8 @@ import numpy as np
 
 from tilth.config.schema import LoraConfig
 from tilth.core.clock import utc_now
-from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
+from tilth.core.errors import CheckpointError, DataError, TilthError
 from tilth.core.trajectory import Trajectory
-from tilth.engines.client import BREAKS
 from tilth.engines.completion import Completion, RequestError
 from tilth.engines.request import Request, SamplingParams
 from tilth.serve.tinker.base import ServedBase
@@ -197,10 +196,8 @@ class SamplerDesk:
                     busy = {one.name for one in self.samplers.values() if one.running}
                     await self.room.publish(sampler.name, sampler.folder, sampler.lora, busy)
                 answer = await sample(self.room, sampler, body, self.base)
-        except (*BREAKS, RequestError, StorageError) as error:
-            answer = StoredAnswer.failure(error, "server")
         except TilthError as error:
-            answer = StoredAnswer.failure(error, "user")
+            answer = StoredAnswer.failure(error)
         except asyncio.CancelledError:
             if self._closing:  # it runs again when the server is back
                 raise
