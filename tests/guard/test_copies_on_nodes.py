@@ -47,7 +47,7 @@ class Nodes:
         nbytes, problem = 0, ""
         for name, (source, target) in self.begun.items():
             if source in self.scratch and target in self.scratch:
-                nbytes += self.scratch[target].fetch(name, self.scratch[source].read)
+                nbytes += self.scratch[target].copy(name, self.scratch[source].read)
                 self.there[name].add(target)
             else:
                 problem = "a node is lost"
@@ -63,7 +63,7 @@ class Nodes:
             if not have:
                 raise StorageError(name, key="snapshot")
             for home in self.scratch.keys() - have:
-                self.scratch[home].fetch(name, self.scratch[min(have, key=str)].read)
+                self.scratch[home].copy(name, self.scratch[min(have, key=str)].read)
                 self.there[name].add(home)
 
     def scatter(self, folder, ranks):
@@ -72,7 +72,7 @@ class Nodes:
 
     def _mirror(self, folder, source, target):
         there = self.scratch[source]
-        self.scratch[target].mirror(folder, there.listing(folder), there.read)
+        self.scratch[target].follow(folder, there.listing(folder), there.read)
 
     def share(self, folder, files, links):
         for home in self.scratch.keys() - {"controller"}:

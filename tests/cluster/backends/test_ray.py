@@ -186,7 +186,7 @@ class TestWithRay:
         cluster = open_cluster("ray", 2, timeout=60.0)
         self.backend, self.folder = (
             cluster.backend,
-            Path(self.ray.get(cluster.backend._machines[0].agent.folder.remote())),
+            Path(self.ray.get(cluster.backend._machines[0].agent.place.remote())),
         )
         assert isinstance(self.backend, RayBackend) and self.folder.stat().st_mode & 0o777 == 0o700
         return cluster

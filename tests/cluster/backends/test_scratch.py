@@ -30,7 +30,7 @@ def files(one):
 def test_a_copy_has_all_bytes(two, size):
     ours, theirs = two
     theirs.make("slot-0", {"x": os.urandom(size)}, {})
-    assert ours.fetch("slot-0/x", theirs.read) == size
+    assert ours.copy("slot-0/x", theirs.read) == size
     assert files(ours) == files(theirs)
 
 
@@ -51,7 +51,7 @@ def test_what_changes_on_the_way_is_no_copy_and_leaves_the_one_before(two, harm,
         return data, checksum, size
 
     with raises(StorageError, "snapshot"):
-        ours.fetch("slot-0/x", read)
+        ours.copy("slot-0/x", read)
     assert files(ours) == {"slot-0/x": b"before"}
 
 
@@ -65,9 +65,9 @@ def test_a_mirror_is_what_the_other_node_has(tmp_path_factory, states):
     for state in states:
         theirs.make("rows", state, {})
         expected = files(theirs)
-        ours.mirror("rows", theirs.listing("rows"), theirs.read)
+        ours.follow("rows", theirs.listing("rows"), theirs.read)
         assert files(ours) == expected
-        assert ours.mirror("rows", theirs.listing("rows"), theirs.read) == 0  # nothing is new
+        assert ours.follow("rows", theirs.listing("rows"), theirs.read) == 0  # nothing is new
 
 
 def test_links_are_the_files_of_a_slot(two):

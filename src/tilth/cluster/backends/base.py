@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import cloudpickle
 
 from tilth.core.batch import Store
-from tilth.core.errors import OutOfMemory, TilthError, WorkerError
+from tilth.core.errors import OutOfMemory, TilthError, WorkerError, WorkerLost
 from tilth.process.by_value import dumps
 
 if TYPE_CHECKING:
@@ -114,6 +114,13 @@ def place_of(call: Call, rank: int) -> str:
     """Return the beginning of an error message: "role policy, rank 1, update"."""
     role = role_of(call)
     return f"role {role}, rank {rank}, {call.method}" if role else f"rank {rank}, {call.method}"
+
+
+def lost(call: Call, rank: int, how: str, ranks: tuple[int, ...]) -> WorkerLost:
+    """Return the error of a call whose worker was lost. ranks: those that were lost with it."""
+    error = WorkerLost(f"{place_of(call, rank)}: {how}", key=call.operation)
+    error.ranks = ranks
+    return error
 
 
 @dataclass(frozen=True)

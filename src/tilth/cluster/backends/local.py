@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tilth.cluster.backends import control
-from tilth.cluster.backends.base import Call, Probe, Reply, place_of, settle
+from tilth.cluster.backends.base import Call, Probe, Reply, lost, settle
 from tilth.cluster.backends.capacity import check_room, cores, patience
 from tilth.cluster.backends.fork_server import StartedWorker, start_worker
 from tilth.cluster.backends.probe import NodeProbe
@@ -84,17 +84,15 @@ class WorkerConnection:
         self._fail_pending()
 
     def _fail_pending(self) -> None:
-        lost = self._ending()
+        how = self._ending()
         with self._lock:
-            self._lost = lost
+            self._lost = how
             pending, self._pending = list(self._pending), deque()
         for call, _, future in pending:
             future.set_exception(self._error(call))
 
     def _error(self, call: Call) -> WorkerLost:
-        error = WorkerLost(f"{place_of(call, self.rank)}: {self._lost}", key=call.operation)
-        error.ranks = (self.rank,)
-        return error
+        return lost(call, self.rank, self._lost, (self.rank,))
 
     def close(self) -> None:
         """Close the connection, which ends the worker, and join the reader."""
@@ -238,10 +236,10 @@ class LocalBackend:
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
         try:
             return control.ask(self.folder.control(rank), rank, role, method, arguments)
-        except WorkerLost as lost:  # with its process, whose end says more than that of its socket
-            found = WorkerLost(f"role {role}, rank {rank}, {method}: {self._ending(rank)}", key=lost.key)
-            found.ranks = lost.ranks
-            raise found from lost
+        except WorkerLost as error:  # with its process, whose end says more than that of its socket
+            found = WorkerLost(f"role {role}, rank {rank}, {method}: {self._ending(rank)}", key=error.key)
+            found.ranks = error.ranks
+            raise found from error
 
     def probe(self, rank: int) -> Probe:
         return self.watch.probe(rank, self.links[rank].pid)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tilth.cluster.backends.base import Call, Probe, Reply, place_of, settle
+from tilth.cluster.backends.base import Call, Probe, Reply, lost, place_of, settle
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.ray_actors import NodeAgent, RayStore, RayWorker, agent_name
 from tilth.cluster.backends.ray_connect import Node, connect, first_line, import_ray, nodes_of, place_spares, spread
@@ -95,7 +95,7 @@ class RayBackend:
         machines = {i: self._machine(nodes[i]) for i in sorted({*on, *waiting, *ours})}
         self._machines = list(machines.values())
         for machine, folder in zip(
-            self._machines, self._wait_for([one.agent.folder.remote() for one in self._machines])
+            self._machines, self._wait_for([one.agent.place.remote() for one in self._machines])
         ):
             machine.folder = folder
         if self._lasting:
@@ -188,7 +188,7 @@ class RayBackend:
         process, future = self._processes[rank], Future[Reply]()
         with self._lock:
             if process.lost:
-                future.set_exception(_lost(process, call, (rank,)))
+                future.set_exception(lost(call, rank, process.lost, (rank,)))
                 return future
             process.calls[future] = call
         _, sent, message = self._encoded
@@ -264,7 +264,7 @@ class RayBackend:
                 process.lost = how
                 calls, process.calls = process.calls, {}
             for future, call in calls.items():
-                future.set_exception(_lost(process, call, ranks))
+                future.set_exception(lost(call, process.rank, process.lost, ranks))
 
     # ---- for recoveries ----
 
@@ -387,7 +387,7 @@ class RayBackend:
             if machine.node.id == node.id:
                 return machine
         machine = self._machine(node)
-        machine.folder = self._wait_for([machine.agent.folder.remote()])[0]
+        machine.folder = self._wait_for([machine.agent.place.remote()])[0]
         with self._lock:
             self._machines = [*self._machines, machine]
         return machine
@@ -466,9 +466,3 @@ class RayBackend:
 def _title(node: Node) -> str:
     """Return the name of a node in messages; several may have one address."""
     return f"{node.address} ({node.id[:8]})"
-
-
-def _lost(process: Process, call: Call, ranks: tuple[int, ...]) -> WorkerLost:
-    error = WorkerLost(f"{place_of(call, process.rank)}: {process.lost}", key=call.operation)
-    error.ranks = ranks
-    return error

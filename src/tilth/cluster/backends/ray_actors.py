@@ -5,7 +5,6 @@ Both are plain classes, which ``backends.ray`` turns into actors; Ray is importe
 
 import importlib
 import os
-import pickle
 import select
 import shutil
 import threading
@@ -27,9 +26,8 @@ from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.store import column_key, column_of
 from tilth.cluster.worker import reaper
-from tilth.cluster.worker.executor import failure
-from tilth.cluster.worker.fork_server import AHEAD
-from tilth.cluster.worker.local_worker import encoded, executor
+from tilth.cluster.worker.fork_server import AHEAD, print_to
+from tilth.cluster.worker.local_worker import executor
 from tilth.core.batch import Handle, Jagged
 from tilth.core.errors import StorageError
 from tilth.core.memory import oom_kills
@@ -47,7 +45,84 @@ LATELY = 2 * GONE
 this one."""
 
 
-class NodeAgent:
+PIECE = 32 * 2**20
+"""Bytes that travel at once."""
+Read = Callable[[str, int], tuple[np.ndarray, int, int]]
+"""(file, offset) -> bytes from there on, their checksum, size of the file: ``Scratch.read`` of another node."""
+
+
+class Scratch:
+    """Folder under the same path on every node. Names are relative to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, name: str, offset: int) -> tuple[np.ndarray, int, int]:
+        """Return up to ``PIECE`` bytes of a file from an offset, their checksum, and the file's size."""
+        path = self.folder / name
+        size = path.stat().st_size
+        data = np.fromfile(path, np.uint8, max(0, min(PIECE, size - offset)), offset=offset)
+        return data, xxhash.xxh3_64_intdigest(data.data), size
+
+    def listing(self, folder: str) -> dict[str, tuple[int, int]] | None:
+        """Return name -> (size, time of the last change in ns) of the files of a folder; None if there is none."""
+        if not (self.folder / folder).is_dir():
+            return None
+        found = sorted((self.folder / folder).glob("[!.]*"))
+        return {path.name: ((stat := path.stat()).st_size, stat.st_mtime_ns) for path in found}
+
+    def copy(self, name: str, read: Read) -> int:
+        """Copy a file of another node; return its bytes. It is there in one piece or not at all.
+
+        StorageError without room, and for bytes that differ on the way.
+        """
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary, offset, size = path.with_name(f".{path.name}.part"), 0, -1
+        try:
+            with open(temporary, "wb") as file:
+                while offset != size:
+                    data, wanted, size = read(name, offset)
+                    if xxhash.xxh3_64_intdigest(data.data) != wanted or (not len(data) and offset < size):
+                        raise StorageError(f"{name}: bytes from {offset} on changed on the way", key="snapshot")
+                    file.write(data.data)
+                    offset += len(data)
+            os.replace(temporary, path)
+        except OSError as error:
+            raise StorageError(f"no copy of {name}: {error.strerror or error}", key="snapshot") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return offset
+
+    def follow(self, folder: str, listing: Mapping[str, tuple[int, int]] | None, read: Read) -> int:
+        """Make a folder equal to another node's: fetch what is new or has changed, remove the rest; return bytes. It
+        stays as it is if the other node has none."""
+        if listing is None:
+            return 0
+        ours, nbytes = self.listing(folder) or {}, 0
+        for name, (size, changed) in listing.items():
+            if ours.get(name) != (size, changed):
+                nbytes += self.copy(f"{folder}/{name}", read)
+                os.utime(self.folder / folder / name, ns=(changed, changed))
+        for name in ours.keys() - listing.keys():
+            (self.folder / folder / name).unlink(missing_ok=True)
+        return nbytes
+
+    def make(self, folder: str, files: Mapping[str, bytes], links: Mapping[str, str]) -> None:
+        """Make a folder anew: files with these bytes, and links to files of the scratch folder."""
+        place = self.folder / folder
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        for name, data in files.items():
+            (place / name).write_bytes(data)
+        for name, target in links.items():
+            os.link(self.folder / target, place / name)
+
+    def remove(self, folder: str) -> None:
+        shutil.rmtree(self.folder / folder, ignore_errors=True)
+
+
+class NodeAgent(Scratch):
     """Agent of a node: session directory, payload columns, state of its workers from outside.
 
     It owns its columns in Ray's object store, so they outlive the worker that put them.
@@ -67,13 +142,13 @@ class NodeAgent:
                 raise
             self._folder = SessionDir.create()
         self._watch = NodeProbe(self._folder, workers)
-        self._scratch = Scratch(self._folder.scratch)
+        super().__init__(self._folder.scratch)
         self._kills = deque([(time.monotonic(), oom_kills())])
         """The kernel's kills for want of memory at looks of the last ``LATELY`` seconds, and at the last before."""
         self._lock = threading.Lock()
         self._columns: dict[str, tuple[Any, int]] = {}  # reference, bytes
 
-    def folder(self) -> str:
+    def place(self) -> str:
         """Return the path of the session directory on this node."""
         return str(self._folder.path)
 
@@ -141,29 +216,17 @@ class NodeAgent:
         for rank in workers.values():
             self._watch.board.clear(rank)
 
-    def read(self, name: str, offset: int) -> tuple[np.ndarray, int, int]:
-        return self._scratch.read(name, offset)
-
-    def listing(self, folder: str) -> dict[str, tuple[int, int]] | None:
-        return self._scratch.listing(folder)
-
     def fetch(self, sources: Mapping[str, Any]) -> tuple[int, float]:
         """Copy files of other nodes; return bytes and seconds. sources: name -> agent of the node."""
         began = time.monotonic()
-        nbytes = sum(self._scratch.fetch(name, partial(_read, agent)) for name, agent in sources.items())
+        nbytes = sum(self.copy(name, partial(_read, agent)) for name, agent in sources.items())
         return nbytes, time.monotonic() - began
 
     def mirror(self, folder: str, source: Any) -> tuple[int, float]:
         """Make a folder equal to that of another node; return bytes and seconds."""
         began = time.monotonic()
-        nbytes = self._scratch.mirror(folder, _found(source.listing.remote(folder)), partial(_read, source))
+        nbytes = self.follow(folder, _found(source.listing.remote(folder)), partial(_read, source))
         return nbytes, time.monotonic() - began
-
-    def make(self, folder: str, files: Mapping[str, bytes], links: Mapping[str, str]) -> None:
-        self._scratch.make(folder, files, links)
-
-    def remove(self, folder: str) -> None:
-        self._scratch.remove(folder)
 
     def end(self, pids: Sequence[int], kill: bool) -> None:
         """Wait for the workers, kill those that stay (kill: all, at once) and their children, remove the directory."""
@@ -222,7 +285,7 @@ class RayWorker:
     def begin(self, rank: int, workers: int, init_method: str, timeout: float, folder: str, store: "RayStore") -> int:
         """Become the worker of a rank; return the process id. Ray shows each worker its own GPU alone."""
         place = SessionDir(Path(folder))
-        _print_to(place.log(rank))
+        print_to(place.log(rank))
         if interface := interface_for(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if init_method.startswith("tcp:"):  # torch's name for a store that is there already: rank 0 makes none
@@ -232,18 +295,7 @@ class RayWorker:
 
     def answer(self, data: bytes) -> bytes:
         """Execute a pickled Call; return a pickled Reply or Failure."""
-        try:
-            call = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - unpickling runs code of the arguments' classes
-            return encoded(failure(error))
-        return encoded(self._host.answer(call))
-
-
-def _print_to(log: Path) -> None:
-    """Redirect the output of this process to a file, which its node quotes if the process is lost."""
-    with open(log, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+        return self._host.answer(data)
 
 
 def interface_for(init_method: str) -> str:
@@ -340,82 +392,3 @@ def _resolved(reference: Any, key: str) -> Any:
         first = str(error).strip().splitlines()[0]
         message = f"payload column {key} is out of reach in Ray's object store: {first}"
         raise StorageError(message, key=column_of(key)) from None
-
-
-# ---- files of snapshots: those that other nodes ask for, and copies of theirs ----
-
-PIECE = 32 * 2**20
-"""Bytes that travel at once."""
-Read = Callable[[str, int], tuple[np.ndarray, int, int]]
-"""(file, offset) -> bytes from there on, their checksum, size of the file: ``Scratch.read`` of another node."""
-
-
-class Scratch:
-    """Folder under the same path on every node. Names are relative to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def read(self, name: str, offset: int) -> tuple[np.ndarray, int, int]:
-        """Return up to ``PIECE`` bytes of a file from an offset, their checksum, and the file's size."""
-        path = self.folder / name
-        size = path.stat().st_size
-        data = np.fromfile(path, np.uint8, max(0, min(PIECE, size - offset)), offset=offset)
-        return data, xxhash.xxh3_64_intdigest(data.data), size
-
-    def listing(self, folder: str) -> dict[str, tuple[int, int]] | None:
-        """Return name -> (size, time of the last change in ns) of the files of a folder; None if there is none."""
-        if not (self.folder / folder).is_dir():
-            return None
-        found = sorted((self.folder / folder).glob("[!.]*"))
-        return {path.name: ((stat := path.stat()).st_size, stat.st_mtime_ns) for path in found}
-
-    def fetch(self, name: str, read: Read) -> int:
-        """Copy a file of another node; return its bytes. It is there in one piece or not at all.
-
-        StorageError without room, and for bytes that differ on the way.
-        """
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary, offset, size = path.with_name(f".{path.name}.part"), 0, -1
-        try:
-            with open(temporary, "wb") as file:
-                while offset != size:
-                    data, wanted, size = read(name, offset)
-                    if xxhash.xxh3_64_intdigest(data.data) != wanted or (not len(data) and offset < size):
-                        raise StorageError(f"{name}: bytes from {offset} on changed on the way", key="snapshot")
-                    file.write(data.data)
-                    offset += len(data)
-            os.replace(temporary, path)
-        except OSError as error:
-            raise StorageError(f"no copy of {name}: {error.strerror or error}", key="snapshot") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        return offset
-
-    def mirror(self, folder: str, listing: Mapping[str, tuple[int, int]] | None, read: Read) -> int:
-        """Make a folder equal to another node's: fetch what is new or has changed, remove the rest; return bytes. It
-        stays as it is if the other node has none."""
-        if listing is None:
-            return 0
-        ours, nbytes = self.listing(folder) or {}, 0
-        for name, (size, changed) in listing.items():
-            if ours.get(name) != (size, changed):
-                nbytes += self.fetch(f"{folder}/{name}", read)
-                os.utime(self.folder / folder / name, ns=(changed, changed))
-        for name in ours.keys() - listing.keys():
-            (self.folder / folder / name).unlink(missing_ok=True)
-        return nbytes
-
-    def make(self, folder: str, files: Mapping[str, bytes], links: Mapping[str, str]) -> None:
-        """Make a folder anew: files with these bytes, and links to files of the scratch folder."""
-        place = self.folder / folder
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        for name, data in files.items():
-            (place / name).write_bytes(data)
-        for name, target in links.items():
-            os.link(self.folder / target, place / name)
-
-    def remove(self, folder: str) -> None:
-        shutil.rmtree(self.folder / folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import pickle
 import re
 import time
 import traceback
@@ -64,6 +65,8 @@ class Executor:
         self._patient = False
         self.left = False
         """True if the newest call left a collective with an error."""
+        self.ended = False
+        """True once a call has closed the roles."""
         self._note = note
         self._tracing = False
         self._capture = Capture()
@@ -95,15 +98,21 @@ class Executor:
         """Return True while the running call is patient, or the last one was."""
         return self._patient
 
-    def answer(self, call: Call) -> Reply | Failure:
-        """Execute a call of another process; an exception becomes a Failure, which can be pickled."""
-        self.left = False
+    def answer(self, data: bytes) -> bytes:
+        """Execute a pickled call of another process; return a pickled Reply, or a Failure instead of an exception."""
         try:
-            return self.handle(call)
+            call: Call = pickle.loads(data)
+        except Exception as error:  # noqa: BLE001 - unpickling runs code of the arguments' classes
+            return _pickled(failure(error))
+        self.left = False
+        found: Reply | Failure
+        try:
+            found = self.handle(call)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported by the controller
             found = failure(error)
             self.left = bool(found.collective)
-            return found
+        self.ended = not call.role and call.method == "end"
+        return _pickled(found)
 
     def _out_of_memory(self, call: Call, error: BaseException) -> OutOfMemory:
         """Build the error; inline it names its call, elsewhere ``Failure.error`` does."""
@@ -218,6 +227,14 @@ class Executor:
 def _close(role: object) -> None:
     if hasattr(role, "close"):
         role.close()
+
+
+def _pickled(answer: Reply | Failure) -> bytes:
+    """Pickle an answer; one that cannot be pickled becomes a Failure."""
+    try:
+        return pickle.dumps(answer, protocol=5)
+    except Exception as error:  # noqa: BLE001 - pickling runs code of the answer's class
+        return pickle.dumps(failure(error), protocol=5)
 
 
 def failure(error: BaseException) -> Failure:

@@ -250,7 +250,9 @@ def _become(request: dict[str, Any]) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        _redirect(request["log"])
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        print_to(Path(request["log"]))
         _enter(request)
         sys.argv = ["tilth.cluster.worker.local_worker", *request["arguments"]]
         folder, rank, workers, timeout = request["arguments"]
@@ -267,12 +269,11 @@ def _become(request: dict[str, Any]) -> NoReturn:
         os._exit(code)  # without the server's own clean-up; the roles have closed what they opened
 
 
-def _redirect(log: str) -> None:
-    """Read nothing, and print to a file."""
-    with open(os.devnull, "rb") as nothing, open(log, "ab", buffering=0) as out:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
+def print_to(log: Path) -> None:
+    """Redirect the output of this process to a file, which its node quotes if the process is lost."""
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 if __name__ == "__main__":

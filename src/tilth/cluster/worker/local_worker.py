@@ -5,7 +5,6 @@ thread executes the calls in order of arrival.
 """
 
 import os
-import pickle
 import sys
 import threading
 import time
@@ -20,13 +19,12 @@ from typing import Any
 import psutil
 
 from tilth.cluster.backends import control
-from tilth.cluster.backends.base import Call, Failure, Reply
 from tilth.cluster.backends.probe import show_stacks
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
-from tilth.cluster.worker.executor import Executor, failure
+from tilth.cluster.worker.executor import Executor
 from tilth.core.batch import Store
 from tilth.process.program import outlive_signals
 from tilth.trace.spans import recorder, show_open
@@ -75,41 +73,22 @@ class Serving:
         self._controller = controller
         self._host = host
         self._inbox: SimpleQueue[bytes] = SimpleQueue()
-        self._ended = False
 
     def run(self) -> None:
         """Execute calls until ``end`` was answered."""
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
-        while not self._ended:
-            answer = self._execute(self._inbox.get())
-            self._controller.send_bytes(encoded(answer))
+        while not self._host.ended:
+            self._controller.send_bytes(self._host.answer(self._inbox.get()))
 
     def _receive(self) -> None:
         while True:
             try:
                 self._inbox.put(self._controller.recv_bytes())
             except (EOFError, OSError):
-                if not self._ended:
+                if not self._host.ended:
                     reaper.kill(reaper.below(psutil.Process()))
                     os._exit(GONE)
                 return
-
-    def _execute(self, data: bytes) -> Reply | Failure:
-        try:
-            call: Call = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - unpickling runs code of the arguments' classes
-            return failure(error)
-        answer = self._host.answer(call)
-        self._ended = not call.role and call.method == "end"
-        return answer
-
-
-def encoded(answer: Reply | Failure) -> bytes:
-    """Pickle an answer; one that cannot be pickled becomes a Failure."""
-    try:
-        return pickle.dumps(answer, protocol=5)
-    except Exception as error:  # noqa: BLE001 - pickling runs code of the answer's class
-        return pickle.dumps(failure(error), protocol=5)
 
 
 # ---- signs of life ----
