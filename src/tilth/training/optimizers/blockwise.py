@@ -95,13 +95,14 @@ class Blockwise(torch.optim.Optimizer):
                     found.append(Block(self._names[p], p.detach(), p.grad, self.state[p], decay, trusted))
         return found
 
-    def _norms(self, blocks: Sequence[Block], *kinds: Tensor) -> list[list[float]]:
+    def _norms(self, blocks: Sequence[Block], *kinds: Sequence[float]) -> Sequence[Sequence[float]]:
         """Return the norms of the whole blocks, for each kind of norms [blocks] of this rank's parts; a collective
         call."""
         if self._squares is squares_of:
-            return [found.tolist() for found in kinds]
-        own = [block.name for block in blocks]
-        names, squares = self._squares(*(dict(zip(own, norms)) for norms in kinds))
+            return kinds
+        own, device = [block.name for block in blocks], blocks[0].p.device if blocks else None
+        given = (torch.tensor(norms, dtype=torch.float64, device=device) for norms in kinds)
+        names, squares = self._squares(*(dict(zip(own, norms)) for norms in given))
         places = {name: i for i, name in enumerate(names)}
         every = squares.sqrt().tolist()
         return [[norms[places[name]] for name in own] for norms in every]
@@ -143,16 +144,17 @@ class LAMB(Blockwise):
         group = self.param_groups[0]
         lr, (b1, b2), eps = group["lr"], group["betas"], group["eps"]
         steps, grads = [block.state["step"] for block in blocks], [block.grad for block in blocks]
-        weights = _lengths([block.p for block in blocks])  # of this rank's parts
-        phi, *of_grads = self._norms(blocks, weights, *([_lengths(grads)] if self.normalises else []))
-        unit = [1 / (norm + eps) if norm else 1.0 for norm in of_grads[0]] if of_grads else []
+        (of_grads,) = self._norms(blocks, _lengths(grads).tolist()) if self.normalises else ((),)
+        unit = [1 / (norm + eps) if norm else 1.0 for norm in of_grads]
         decay, root = [block.decay for block in blocks], [math.sqrt(1 - b2**block.steps) for block in blocks]
-        moved = [torch.empty_like(block.p) for block in blocks]
-        rows = [(b.p, b.grad, r, *(b.state[name] for name in self.moments)) for b, r in zip(blocks, moved)]
+        first, second = self.moments
+        rows = [(b.p, b.grad, torch.empty_like(b.p), b.state[first], b.state[second]) for b in blocks]
 
-        numbers, of_r, of_c = list[int](), list[Tensor](), list[Tensor]()
+        dots, parts = list[Tensor](), list[tuple[Sequence[int], list[list[Tensor]]]]()
+        numbers = list[int]()
         for at, (p, g, r, m, v) in slices(rows):
             numbers += at
+            parts.append((at, [p, r, g]))
             if self.normalises:
                 torch._foreach_mul_(g, _of(unit, at))
             torch._foreach_zero_(r)
@@ -160,24 +162,27 @@ class LAMB(Blockwise):
                 r, g, m, v, [], [steps[i] for i in at], lr=-1.0, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
-            of_r += _dots(r, p)
             if self.looks_ahead:  # g / (sqrt(v) + root eps), c without its factor root
                 under = torch._foreach_sqrt(v)
                 torch._foreach_add_(under, [eps * one for one in _of(root, at)])
                 torch._foreach_div_(g, under)
-                of_c += _dots(g, p)
-        ones = [1.0] * len(blocks)
-        pairs = ((of_r, ones), (of_c, root)) if self.looks_ahead else ((of_r, ones),)
-        sums = [_sums(numbers, dots, factor, weights, decay) for dots, factor in pairs]
+            for x, *directions in zip(p, r, g) if self.looks_ahead else zip(p, r):
+                flat = x.reshape(-1)
+                dots.append(torch.dot(flat, flat))
+                for d in directions:
+                    own = d.reshape(-1)
+                    dots += [torch.dot(own, flat), torch.dot(own, own)]
+        factors = ([1.0] * len(blocks), root) if self.looks_ahead else ([1.0] * len(blocks),)
+        phi, *norms = self._norms(blocks, *_sums(len(blocks), numbers, dots, factors, decay))
         ratios = [
-            [_ratio(x, r) if one.trusted else 1.0 for one, x, r in zip(blocks, phi, norms)]
-            for norms in self._norms(blocks, *sums)
+            [_ratio(x, r) if one.trusted else 1.0 for one, x, r in zip(blocks, phi, of_direction)]
+            for of_direction in norms
         ]
         share = b1 if self.looks_ahead else 1.0
         old, new = [lr * share * a for a in ratios[0]], [lr * (1 - share) * a for a in ratios[-1]]
 
         kept = [1 - own * (a + b) for own, a, b in zip(decay, old, new)]
-        for at, (p, g, r, *_) in slices(rows):
+        for at, (p, r, g) in parts:
             torch._foreach_mul_(p, _of(kept, at))
             _subtract(p, r, _of(old, at))
             if self.looks_ahead:
@@ -211,7 +216,7 @@ class LARS(Blockwise):
     def _update(self, blocks: Sequence[Block]) -> None:
         group = self.param_groups[0]
         lr, momentum, decay = group["lr"] * TRUST, group["betas"][0], [block.decay for block in blocks]
-        own = _lengths([block.p for block in blocks]), _lengths([block.grad for block in blocks])
+        own = _lengths([block.p for block in blocks]).tolist(), _lengths([block.grad for block in blocks]).tolist()
         phi, norms = self._norms(blocks, *own)
         rates = [lr * _ratio(x, g + own * x) for x, g, own in zip(phi, norms, decay)]
         for at, (p, grad, velocity) in slices([(b.p, b.grad, b.state["velocity"]) for b in blocks]):
@@ -225,13 +230,6 @@ class LARS(Blockwise):
 
 def _of(values: Sequence[float], at: Sequence[int]) -> list[float]:
     return [values[i] for i in at]
-
-
-def _dots(directions: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the products of each direction with itself and with its weights, [] each."""
-    for d, x in zip((one.reshape(-1) for one in directions), (one.reshape(-1) for one in weights)):
-        yield torch.dot(d, d)
-        yield torch.dot(d, x)
 
 
 def _ratio(weights: float, step: float) -> float:
@@ -255,22 +253,24 @@ def _subtract(tensors: list[Tensor], directions: list[Tensor], factors: list[flo
 
 
 def _sums(
+    count: int,
     numbers: Sequence[int],
     dots: Sequence[Tensor],
-    factor: Sequence[float],
-    weights: Tensor,
+    factors: Sequence[Sequence[float]],
     decay: Sequence[float],
-) -> Tensor:
-    """Return the norms of factor d + decay x of blocks: float64 [blocks].
+) -> list[list[float]]:
+    """Return the norms of x and of factor d + decay x of blocks, a list for each direction d.
 
-    dots: of d with itself and with x, slice by slice, of the blocks ``numbers``; weights: norms of x.
+    dots: of each slice, of the blocks ``numbers``: x x, and of each direction d x and d d.
     """
-    if not len(weights):  # a rank without blocks calls collectives, too
-        return weights
-    like: dict[str, Any] = {"dtype": torch.float64, "device": dots[0].device}
-    index = torch.tensor(numbers, device=dots[0].device)
-    of_slices = torch.stack(list(dots)).double().view(-1, 2)
-    square, product = torch.zeros(len(weights), 2, **like).index_add_(0, index, of_slices).unbind(1)
-    times, own = torch.tensor([factor, decay], **like)
-    length = times.square() * square + 2 * times * own * product + (own * weights).square()
-    return length.clamp_(min=0).sqrt_()
+    sums = [[0.0] * (1 + 2 * len(factors)) for _ in range(count)]
+    width = 1 + 2 * len(factors)
+    values = torch.stack([*dots]).tolist() if dots else []
+    for place, number in enumerate(numbers):
+        sums[number] = [a + b for a, b in zip(sums[number], values[place * width : (place + 1) * width])]
+    found = [[math.sqrt(own[0]) for own in sums]]
+    for i, factor in enumerate(factors):
+        columns = [(own[0], own[2 * i + 1], own[2 * i + 2]) for own in sums]
+        squares = [t * t * dd + 2 * t * w * dx + w * w * xx for (xx, dx, dd), t, w in zip(columns, factor, decay)]
+        found.append([math.sqrt(square) if square > 0 else 0.0 for square in squares])
+    return found
