@@ -1,11 +1,11 @@
 """Bytes and losses of compressed gradients and weights, beside exact ones, and seconds of a step on a slow link.
 
     python benchmarks/economy.py [--quick] [--only ROW] [--json PATH] [--data ../shared/data/gsm8k] [--steps N]
-                                 [--seeds 0,1,2] [--shape quick|full] [--lr RATE]
+                                 [--seeds 0,1,2] [--shape quick|full] [--lr RATE] [--ranks 4]
 
-Each row trains the same model on the same bytes of text on four data ranks (backend local, gloo), two of which are a
-node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "by topic" have other problems on each
-rank, and AdaGrad or AdaAlter at one rate. Columns:
+Each row trains the same model on the same bytes of text on four data ranks or more (backend local, gloo), two of which
+are a node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "by topic" have other problems
+on each rank, and AdaGrad or AdaAlter at one rate. Columns:
 
 - KB: that a rank sends in a step, by the tensors of its collectives (``plan.costs.wire``: rings); across: of these in
   groups with ranks of several nodes.
@@ -212,8 +212,8 @@ class Trial(JoinedRole):
         self, meter: Meter, config: DecoderConfig, text: str, row: Row, steps: int, seed: int, paced: float
     ) -> dict[str, Any]:
         """Train, then time some steps with the bucket: sums beside the backward pass, then after it."""
-        rank = self.context.rank
-        grid = ParallelDims.of(Mesh.of({"dp": RANKS}), rank)
+        rank, ranks = self.context.rank, torch.distributed.get_world_size()
+        grid = ParallelDims.of(Mesh.of({"dp": ranks}), rank)
         small = {} if row.comm.get("local") == "average" or not row.comm else {"smallest": 1024}
         reducer = reducer_of(CommConfig(bucket_bytes=BUCKET, **small | row.comm), seed)
         zero, total = cast(Zero, row.zero), steps + 2 * TIMED
@@ -221,7 +221,7 @@ class Trial(JoinedRole):
         sharded.init_(seed)
         options = OptimizerConfig(**row.optimizer, warmup_steps=10, schedule="cosine")
         engine = TrainEngine(sharded, options, total_steps=total, micro_tokens=LENGTH * BATCH, seed=seed)
-        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, total, rank, row.by_topic)
+        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, total, rank, ranks, row.by_topic)
         if paced:
             batches = (tokens.take(np.zeros(1, np.int64)) for tokens in batches)
             for name, p in sharded.parameters.items():
@@ -255,12 +255,12 @@ def _nothing() -> None:
     """In place of what lets sums start beside a backward pass."""
 
 
-def sequences(codes: np.ndarray, seed: int, steps: int, rank: int, own: bool) -> Iterator[Jagged]:
+def sequences(codes: np.ndarray, seed: int, steps: int, rank: int, ranks: int, own: bool) -> Iterator[Jagged]:
     """Yield this rank's sequences of each step. own: from its part of the text."""
     count = len(codes) - (HELD + 1) * LENGTH
-    first, last = (rank * count // RANKS, (rank + 1) * count // RANKS) if own else (0, count)
+    first, last = (rank * count // ranks, (rank + 1) * count // ranks) if own else (0, count)
     places = stream(seed, "places").integers(0, steps * BATCH, last - first).view(steps, BATCH)
-    for step in places[:, rank::RANKS].tolist():
+    for step in places[:, rank::ranks].tolist():
         yield Jagged.of([codes[first + at : first + at + LENGTH].astype(np.int64) for at in step])
 
 
@@ -282,12 +282,14 @@ def update(engine: TrainEngine, tokens: Jagged) -> None:
     engine.update(tokens, mask, {}, negative_log_likelihood(float(BATCH * (LENGTH - 1))))
 
 
-def row(shape: str, text: str, name: str, steps: int, seeds: Sequence[int], lr: float, paced: float) -> dict[str, Any]:
+def row(
+    shape: str, text: str, name: str, steps: int, seeds: Sequence[int], lr: float, paced: float, ranks: int
+) -> dict[str, Any]:
     """Measure a row."""
     found = []
-    with open_cluster("local", RANKS) as cluster:
+    with open_cluster("local", ranks) as cluster:
         for seed in seeds:
-            mesh = Mesh.of({"dp": RANKS})
+            mesh = Mesh.of({"dp": ranks})
             role = cluster.group(f"trial {seed}", "economy:Trial", {}, mesh=mesh)
             found.append(role.run(shape, text, name, steps, seed, lr, paced))
     losses = [ranks[0]["loss"] for ranks in found]
@@ -349,6 +351,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="", help="of the model; default full, with --quick quick")
     parser.add_argument("--lr", type=float, default=0.0, help="of all rows, in place of their own")
     parser.add_argument("--paced", type=float, default=0.0, help="seconds that the backward pass of a layer sleeps")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="data ranks, a multiple of two; default 4")
     options = parser.parse_args()
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
@@ -369,7 +372,11 @@ def main() -> None:
     steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[str, Any]()
     print(f"{'row':30}        KB    across of exact     loss  spread     worse       ms    after  times    code")
     for name in names:
-        table.append(found := row(shape, texts[ROWS[name].by_topic], name, steps, seeds, options.lr, options.paced))
+        table.append(
+            found := row(
+                shape, texts[ROWS[name].by_topic], name, steps, seeds, options.lr, options.paced, options.ranks
+            )
+        )
         exact[name] = found
         print(line(found, exact[ROWS[name].beside or name]), flush=True)
         write_rows(options.json, table)
