@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -117,9 +118,16 @@ def table(
 
     counts: of elements; lengths: bytes of codes. It holds addresses, so the tensors have to be contiguous and live.
     """
-    found = np.empty((len(counts), 4), np.int64)
-    for column, (sizes, of, width) in enumerate(((counts, values, 4), (lengths, code, 1))):
-        ends = np.cumsum(sizes)
-        found[:, 2 * column] = of.data_ptr() + width * (ends - sizes)
-    found[:, 1], found[:, 3] = counts, more
+    found = _offsets(tuple(counts), tuple(lengths)).copy()
+    found[:, 0] += values.data_ptr()
+    found[:, 2] += code.data_ptr()
+    found[:, 3] = more
     return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _offsets(counts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
+    """Return ``table`` of tensors at address 0."""
+    sizes = np.array([counts, lengths], np.int64)
+    starts = sizes.cumsum(1) - sizes
+    return np.stack([4 * starts[0], sizes[0], starts[1], 0 * starts[1]], 1)

@@ -150,11 +150,11 @@ class LAMB(Blockwise):
         first, second = self.moments
         rows = [(b.p, b.grad, torch.empty_like(b.p), b.state[first], b.state[second]) for b in blocks]
 
-        dots, parts = list[Tensor](), list[tuple[Sequence[int], list[list[Tensor]]]]()
+        dots, parts = list[Tensor](), list[tuple[list[int], list[list[Tensor]]]]()
         numbers = list[int]()
         for at, (p, g, r, m, v) in slices(rows):
             numbers += at
-            parts.append((at, [p, r, g]))
+            parts.append(([*at], [p, r, g]))
             if self.normalises:
                 torch._foreach_mul_(g, _of(unit, at))
             torch._foreach_zero_(r)
