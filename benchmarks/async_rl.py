@@ -1,6 +1,6 @@
 """Samples that a run consumes per minute, synchronous and with experience that is behind.
 
-    python benchmarks/async_rl.py [--quick] [--json PATH] [--replicas N] [--seeds N] [--tails]
+    python benchmarks/async_rl.py [--quick] [--json PATH] [--replicas N ...] [--seeds N] [--tails]
 
 ``paced``: a trainer and N replicas in processes of their own. The trainer is real; a decode step of a replica only
 sleeps, max(t0, c b) seconds for b sequences (``async_engine.py``), and lengths have p99/p50 = 10. ``plain``: one
@@ -12,6 +12,10 @@ to end), and of a copy of the weights (``time/publish`` of the synchronous run, 
 
 ``--tails``, in place of these: paced replicas that take weights from a relay, with and without moves of their last
 samples (``rollout.repack``), for both ways of ``rollout.inflight``.
+
+``--replicas`` with several numbers, in place of these: for each, paced replicas that take weights from a relay in their
+own time (``rollout.inflight = "finish"``), and the actor's stall in a step: seconds in which the trainer publishes,
+its own copy alone, and those in which it waits for samples.
 """
 
 import json
@@ -21,6 +25,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from async_lengths import length_of
 from driver import benchmark_parser, write_rows
 from tilth_studies.asynchrony import AsyncMode, AsyncSimulation, RolloutCosts, RolloutJob
@@ -30,6 +35,7 @@ from tilth.api import run_recipe
 from tilth.config.load import from_dict
 from tilth.data.trajectories import read_trajectories
 from tilth.flows import replicas as flows_replicas
+from tilth.flows.callbacks import Callback
 from tilth.plan.repack import ReplicaLimits
 from tilth.roles.rollout import LIMITS
 from tilth.runs.readers import read_metrics
@@ -48,8 +54,23 @@ BUFFER = 4
 PROMPTS, GROUP, LONGEST = 16, 4, 224
 PLANS = 0.5
 """Seconds between two plans of moves of ``--tails``, whose answers take 11 s at most; the run's own are 5 s apart."""
+OWN_TIME = "finish"
+"""Row of ``TAILS`` for several numbers of replicas."""
 UNTIMED = 2
 """Steps before the clock begins."""
+
+
+class Memory(Callback):
+    """Memory of the run's processes that none of them shares, in bytes each, once engines have generated."""
+
+    def __init__(self) -> None:
+        self.each = 0.0
+
+    def on_step_end(self, run: Any, step: int, metrics: dict[str, Any]) -> None:
+        """Read it once."""
+        if step == UNTIMED:
+            some = psutil.Process().children(recursive=True)
+            self.each = statistics.fmean(child.memory_full_info().uss for child in some)
 
 
 def score(prompt: str, completion: str, info: dict[str, Any]) -> float:
@@ -104,7 +125,8 @@ def raced(
     staleness, tails = CONTENDERS.get(name, "free"), TAILS.get(name)
     with tempfile.TemporaryDirectory() as folder:
         made = recipe(folder, staleness, asked.replicas, steps, seed, pace if paced else None, tails)
-        result = run_recipe(made, name=name, reward=score)
+        memory = Memory()
+        result = run_recipe(made, name=name, reward=score, callbacks=[memory])
         records, rows = read_metrics(result.directory), read_trajectories(result.directory).to_pylist()
         slower = stretch(Path(folder), steps)
     timed, first = records[UNTIMED:], records[UNTIMED - 1]
@@ -119,6 +141,9 @@ def raced(
     found |= {"replica_idle_share": mean(timed, "fully_async/rollouter/idle_ratio") if behind else None}
     found |= {"staleness_mean": mean(timed, "staleness/mean") if behind else 0.0}
     found |= {"publish_seconds": mean(timed, "time/publish"), "trainer_seconds": round(own, 3)}
+    found |= {"publish_median": round(statistics.median(record["time/publish"] for record in timed), 4)}
+    found |= {"waits_seconds": round(statistics.median(record[waits] for record in timed), 3)}
+    found |= {"megabytes_of_a_process": round(memory.each / 1e6)}
     if tails is not None:
         found |= {"moved": sum(record["samples/moved"] for record in records)}
     elif paced:
@@ -180,13 +205,33 @@ def race(asked: Namespace, seed: int, *, paced: bool) -> list[dict[str, Any]]:
     return list(rows)
 
 
+def stalls(asked: Namespace) -> None:
+    """The actor's stall with each number of replicas, which share equally many rows."""
+    rows = list[dict[str, Any]]()
+    for seed in range(asked.seeds):
+        for count in asked.replicas:
+            row, _ = raced(OWN_TIME, Namespace(**{**vars(asked), "replicas": count}), seed, paced=True)
+            rows.append(row)
+            print(
+                f"{count:>3} replicas, seed {seed}: publishes in {row['publish_median']} s, waits for samples "
+                f"{row['waits_seconds']} s (medians of steps), {row['samples_per_minute']} samples/min, replicas idle "
+                f"{row['replica_idle_share']}, {row['megabytes_of_a_process']} MB of a process",
+                flush=True,
+            )
+            write_rows(asked.json, rows)
+
+
 def main() -> None:
     """Run both parts."""
     parser = benchmark_parser(__doc__, "5 steps, three contenders, a faster pace")
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--tails", action="store_true")
     asked = parser.parse_args()
+    if len(asked.replicas) > 1:
+        stalls(asked)
+        return
+    (asked.replicas,) = asked.replicas
     if asked.tails:
         flows_replicas.PERIOD = PLANS
     parts = (True,) if asked.tails else (True, False)
