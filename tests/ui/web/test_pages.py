@@ -596,6 +596,25 @@ def test_a_page_that_comes_later_has_the_parts_that_others_were_sent(tmp_path, m
         asyncio.run(read())
 
 
+def test_looks_that_cost_more_are_rarer_up_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.EVERY", 1e-3)
+    news, costs, pauses, sleep = News(RunsFolder(tmp_path), None, None), iter((0.0, 4e-6, 1.0)), [], asyncio.sleep
+
+    async def slept(seconds):
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def read():
+        async with aclosing(news.of("live")) as page:
+            for _ in range(4):
+                await asyncio.wait_for(anext(page), patience(20))
+
+    monkeypatch.setattr(news, "_timed_look", lambda name, before: (object(), b"", next(costs, 0.0)))
+    monkeypatch.setattr(asyncio, "sleep", slept)
+    asyncio.run(read())
+    assert pauses[:3] == [1e-3, pytest.approx(1.6e-3), 2e-3]
+
+
 def test_a_run_that_is_removed_while_it_is_watched(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.05)
     monkeypatch.setattr("tilth.ui.web.app.SECONDS", 0.0)

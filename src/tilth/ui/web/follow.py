@@ -23,7 +23,10 @@ from tilth.ui.top import KeptFiles, Look, RunWatcher
 from tilth.ui.web.metric_table import RECENT, MetricTable, Record
 
 EVERY = 1.0
-"""Seconds between two looks at a run that a page watches."""
+"""Seconds between two looks at a run that a page watches; up to twice as many where they cost a core more than
+``PART``."""
+PART = 0.0025
+"""Part of a core that the looks at a run may take."""
 SLOWLY = 10.0
 """Seconds after which ages on a page are drawn anew, and the list of runs."""
 FRESH = 0.4
@@ -243,12 +246,17 @@ class News:
     async def _read(self, name: str) -> None:
         before: Any = None
         while True:
-            mark, event = await asyncio.to_thread(self._look, name, before)
+            mark, event, took = await asyncio.to_thread(self._timed_look, name, before)
             for queue in self._pages[name] if mark != before else ():
                 if not queue.full():  # a page that does not read misses what it would read again anyway
                     queue.put_nowait(event)
             before = mark
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(min(max(EVERY, took / PART), 2 * EVERY))
+
+    def _timed_look(self, name: str, before: Any) -> tuple[Any, bytes, float]:
+        """Return ``_look`` and the processor seconds that it took."""
+        began = time.thread_time()
+        return *self._look(name, before), time.thread_time() - began
 
     def _look(self, name: str, before: Any) -> tuple[Any, bytes]:
         """Return what changes with the news, and the news."""
