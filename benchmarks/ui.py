@@ -5,12 +5,14 @@
 A folder of runs is made: most of some hundred steps, one of very many steps, one of very many trajectories. A server of
 its own answers: the list at once after its start and again, every view of the large runs many times over, and 1 to 5
 pages follow a run whose process commits a step every second, half of it spent in matrix products. The cost is the
-processor time of the server for one step, and the length of the steps with and without pages.
+processor time of the server in a second, and the length of the steps with and without pages. Where there is a
+Chromium, it opens the large views, and the memory of a page is what the process that draws it does not share.
 """
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +146,32 @@ def measure_views(root: Path, repeats: int, paths: dict[str, str]) -> list[dict[
     return rows
 
 
+def measure_pages(root: Path, paths: dict[str, str]) -> list[dict[str, Any]]:
+    """Open each view in a browser of its own; the most memory of the process that draws it. Empty without a browser."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        chromium = None
+    if chromium is None:
+        print("no Chromium or no playwright: the memory of pages is not measured", file=sys.stderr)
+        return []
+    rows = []
+    with served(root) as (address, _, _), sync_playwright() as playwright:
+        for name, path in paths.items():
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            page = browser.new_page()
+            page.goto(address + path.format(n=10), timeout=120_000)
+            for figure in page.locator("figure.plotted .canvas").all():
+                figure.scroll_into_view_if_needed()  # a chart is drawn where it is seen
+            page.wait_for_timeout(2000)
+            children = psutil.Process().children(recursive=True)
+            most = max(one.memory_full_info().uss for one in children if "--type=renderer" in one.cmdline())
+            rows.append({"what": f"page in a browser: {name}", "uss": most, "bar": 300e6})
+            browser.close()
+    return rows
+
+
 WORK = """
 import sys, time, json
 import numpy as np
@@ -195,30 +223,31 @@ def worked(folder: Path, steps: int, products: int, act: Callable[[], Any]) -> l
 
 
 def measure_cost(steps: int) -> list[dict[str, Any]]:
-    """Measure the processor time of a server whose pages follow a run, for each of its steps of a second."""
+    """Measure the share of a core of a server whose pages follow a run of steps of a second."""
     rows = []
     for pages in (0, 1, PAGES):
         with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as (address, process, _):
             stop = threading.Event()
             watch = Watch(address, process, pages, stop)
             took = worked(Path(folder), steps, 12, watch.begin)
-            used = (sum(process.cpu_times()[:2]) - watch.before) / (steps - 2)
+            used = (sum(process.cpu_times()[:2]) - watch.before) / (time.monotonic() - watch.began)
             stop.set()
             rows.append({"what": f"{pages} pages watch", "work": float(np.median(took)), "share": used, "bar": 0.005})
     return rows
 
 
 class Watch:
-    """Pages that begin to follow a run; before: seconds of the server until they had begun."""
+    """Pages that begin to follow a run. began, before: when they had begun, and the server's processor time by then."""
 
     def __init__(self, address: str, process: psutil.Process, pages: int, stop: threading.Event) -> None:
-        self.address, self.process, self.pages, self.stop, self.before = address, process, pages, stop, 0.0
+        self.address, self.process, self.pages, self.stop = address, process, pages, stop
+        self.began, self.before = 0.0, 0.0
 
     def begin(self) -> None:
         for _ in range(self.pages):
             threading.Thread(target=follow, args=(self.address, self.stop), daemon=True).start()
         time.sleep(2)  # what a page costs once is not the cost of a step
-        self.before = sum(self.process.cpu_times()[:2])
+        self.began, self.before = time.monotonic(), sum(self.process.cpu_times()[:2])
 
 
 def main() -> None:
@@ -236,8 +265,9 @@ def main() -> None:
             make_run(root, f"run-{number:03d}", 60 if options.quick else 300, number)
         make_run(root, "long", options.steps, 1)
         make_trajectories(make_run(root, "large", options.trajectories // 500, 2), options.trajectories)
-        found = measure_views(root, 5 if options.quick else 40, views("long", "large", options.trajectories // 1000))
-        rows += found
+        paths = views("long", "large", options.trajectories // 1000)
+        rows += measure_views(root, 5 if options.quick else 40, paths)
+        rows += measure_pages(root, {name: path for name, path in paths.items() if ".json" not in path})
         write_rows(options.json, rows)
     rows += measure_cost(8 if options.quick else 40)
     write_rows(options.json, rows)

@@ -85,6 +85,21 @@ def test_every_view_is_whole_and_loads_nothing_from_elsewhere(client, path):
         assert client.get(link).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/", "/runs/ranks", "/curves.json?run=ranks&metric=loss", "/events"])
+def test_head_has_the_headers_of_get_and_no_body(client, path):
+    answer = client.head(path)
+    assert (answer.status_code, answer.content) == (200, b"") and "content-security-policy" in answer.headers
+
+
+def test_a_page_of_the_list_beyond_the_last_is_the_last(client):
+    assert rows_of_page(client, "/?page=2147483647").keys() == rows_of_page(client).keys()
+
+
+@pytest.mark.parametrize("steps", ["3:1", "3:3", "-1:4", "x"])
+def test_a_range_of_steps_that_is_none_is_refused(client, steps):
+    page_of(client, f"/runs/ranks/time?steps={steps}", 422)
+
+
 def test_assets_are_kept_by_browsers_under_the_hash_of_their_contents(client):
     script = next(a for n, a in page_of(client, "/").seen if n == "script")
     for link in (script["src"], script["data-plotly"]):

@@ -166,7 +166,12 @@ def _from_elsewhere(headers: dict[str, bytes]) -> bool:
 
 
 class RunRoute(APIRoute):
-    """Route whose answer about a run with contents that cannot be read is the error that names the run."""
+    """Route of GET and HEAD whose answer about a run with contents that cannot be read is the error that names the
+    run."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.methods.add("HEAD")
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of a request."""
@@ -232,7 +237,7 @@ def _steps(text: str) -> range | None:
     low, high = _range(text, "steps")
     if low is None or high is None:
         return None
-    if not (0 <= low < LAST and low <= high < LAST):
+    if not (0 <= low < LAST and (low < high if ":" in text else low == high) and high < LAST):
         raise DataError(f"steps={text!r}: use A:B with A below B", key="steps")
     return range(int(low), max(int(high), int(low) + 1))
 
@@ -251,7 +256,7 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
 
     @app.get("/")
     def listed(q: Text = "", state: Number = "", tag: Text = "", page: Whole = 0) -> Response:
-        return shown("runs.html", q=q, state=state, tag=tag, page=page, **rows.page(q, state, tag, page))
+        return shown("runs.html", q=q, state=state, tag=tag, **rows.page(q, state, tag, page))
 
     @app.get("/events")
     async def events(run: Text = "") -> Response:
@@ -312,9 +317,9 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
 
     @app.get("/runs/{name}/time")
     def times(name: str, steps: Number = "") -> Response:
-        run = runs.get(name)
+        run, chosen = runs.get(name), _steps(steps) if steps else None
         try:
-            found, trouble = time_page(run, _steps(steps) if steps else None), ""
+            found, trouble = time_page(run, chosen), ""
         except DataError as error:
             found, trouble = {}, str(error)
         return shown("time.html", run, trouble=trouble, asked=steps, t=found)

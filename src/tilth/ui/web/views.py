@@ -68,7 +68,7 @@ class RunList:
         self._reader = threading.Lock()
 
     def page(self, words: str, state: str, tag: str, page: int) -> Row:
-        """Return the rows that match, the newest first, and how many are still to be read."""
+        """Return the rows that match, the newest first, of this page or the last, and how many are still to be read."""
         late, rows, unread = time.monotonic() + PATIENT, [], []
         found = [(name, path, written(path)) for name, path in self._runs.paths().items()]
         for name, path, files in sorted(found, key=lambda one: -_newest(one[2])):
@@ -81,10 +81,12 @@ class RunList:
         asked = words.lower().split()
         shown = [r for r in rows if all(w in r["words"] for w in asked) and state in ("", r["state"])]
         shown = [row for row in shown if not tag or tag in row["tags"]]
+        pages = -(-len(shown) // LISTED)
+        page = min(page, max(pages - 1, 0))
         return {
             "rows": shown[page * LISTED : (page + 1) * LISTED], "total": len(shown), "all": len(rows),
             "unread": len(unread), "tags": [t for t, count in tags.most_common(24) if count > 1],
-            "states": sorted({row["state"] for row in rows}), "pages": -(-len(shown) // LISTED),
+            "states": sorted({row["state"] for row in rows}), "page": page, "pages": pages,
             "sweeps": [(s, count) for s, count in Counter(r["sweep"] for r in rows).items() if s and count > 1],
         }  # fmt: skip
 
