@@ -40,6 +40,7 @@ from tilth.ui.web import times, views
 from tilth.ui.web.app import PageServer, make_app
 from tilth.ui.web.compare import interval, over_seeds, pages_of, settings_of, student
 from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
+from tilth.ui.web.metric_table import EVALUATED
 from tilth.ui.web.views import lines_of
 
 VIEWS = (
@@ -263,8 +264,23 @@ def test_recoveries_are_marks(folder, tmp_path):
     made.lines(tmp_path / "ranks" / "recoveries.jsonl", one)
     client = client_of(tmp_path)[0]
     (mark,) = client.get("/curves.json?run=ranks&metric=loss").json()["marks"]
-    assert mark["x"] == 5 and "crash" in mark["text"]
+    assert mark["x"] == 5 and mark["kind"] == "recovery" and "crash" in mark["text"]
     assert "1 failure" in page_of(client, "/runs/ranks/health").words
+
+
+def test_evaluations_are_marks_on_every_curve_and_not_more_than_can_be_told_apart(tmp_path, monkeypatch):
+    with RunDir.create(made.named(tmp_path, "evaluated"), "evaluated") as run:
+        pass
+    names = [*EVALUATED, "loss"]
+    made.lines(run.path / "metrics.jsonl", *({"step": i, "seconds": i / 4, "loss": 1.0, names[i % 5]: 0.5}
+                                             for i in range(1, 13)))  # fmt: skip
+    client, steps = client_of(tmp_path)[0], [i for i in range(1, 13) if i % 5 != 4]
+    for most, kept in ((len(steps), steps), (4, [1, 5, 8, 12])):
+        monkeypatch.setattr(views, "MARKS", most)
+        for axis, scale in (("step", 1), ("seconds", 4)):
+            marks = client.get(f"/curves.json?run=evaluated&metric=loss&x={axis}&smooth={most}").json()["marks"]
+            assert [mark["x"] * scale for mark in marks] == kept
+            assert {mark["kind"] for mark in marks} == {"evaluation"}
 
 
 # ---- trajectories ----

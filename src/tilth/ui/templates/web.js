@@ -51,11 +51,12 @@ const traces = (figure, found) => {
     };
   });
 };
+const hueOf = mark => mark.kind === 'recovery' ? 'clay' : 'soft';
 const marks = found => found.marks.map(mark => ({
-  type: 'line', x0: mark.x, x1: mark.x, yref: 'paper', y0: 0, y1: 1, line: {color: tint('clay'), width: 1, dash: 'dot'},
+  type: 'line', x0: mark.x, x1: mark.x, yref: 'paper', y0: 0, y1: 1, line: {color: tint(hueOf(mark)), width: 1, dash: 'dot'},
 }));
 const notes = found => found.marks.map(mark => ({
-  x: mark.x, yref: 'paper', y: 1, text: '▾', showarrow: false, hovertext: mark.text, font: {color: tint('clay')},
+  x: mark.x, yref: 'paper', y: 1, text: '▾', showarrow: false, hovertext: mark.text, font: {color: tint(hueOf(mark))},
 }));
 const versions = found => JSON.stringify(Object.values(found.versions));
 // Where these are equal, steps were added behind the last one, and none was replaced or dropped.

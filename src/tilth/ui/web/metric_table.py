@@ -173,6 +173,11 @@ class MetricTable:
         counts = Counter(codes[~np.isnan(codes)].astype(int).tolist())
         return {format.phase_name(self._phases[int(c)]): counts[int(c)] for c in _distinct(codes)}
 
+    def evaluated(self) -> np.ndarray:
+        """Return the steps with an evaluation: bool [n]."""
+        columns = [self.column(name) for name in self.names if name.startswith(EVALUATED)]
+        return np.logical_or.reduce([~np.isnan(one) for one in columns] or [np.zeros(self._rows, bool)])
+
     def steps(self) -> StepRecords:
         """Return the steps as ``summarise`` reads them."""
         if not self._rows:
@@ -181,9 +186,7 @@ class MetricTable:
         wanted[[*range(min(2, self._rows)), -1, *(row for _, row in self.phase_ends())]] = True
         codes = self.column("phase")
         wanted[[int(np.flatnonzero(codes == c)[0]) for c in _distinct(codes)]] = True
-        for name in self.names:
-            if name.startswith(EVALUATED):
-                wanted |= ~np.isnan(self.column(name))
+        wanted |= self.evaluated()
         return StepRecords([self.record(int(row)) for row in np.flatnonzero(wanted)], self._pairs, lambda: self.names)
 
     def _pairs(self, name: str, beside: str) -> list[tuple[float, float | None]]:

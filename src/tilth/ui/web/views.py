@@ -38,6 +38,8 @@ SPARK = (120.0, 24.0, 60)
 """Width, height and most points of a curve in the list."""
 POINTS = 800
 """Most points of a curve, besides its ends."""
+MARKS = 60
+"""Most marks of evaluations on a curve."""
 LOG = 1 << 16
 """Bytes at the end of a log that are shown."""
 TOKENS = 2_000
@@ -317,13 +319,18 @@ def lines_of(run: str, table: MetricTable, names: Sequence[str], axis: str, smoo
 
 
 def marks_of(run: FollowedRun, axis: str) -> list[Row]:
-    """Return the recoveries of a run with their places on an axis."""
+    """Return the recoveries and evaluations of a run with their places on an axis; of more than ``MARKS`` evaluations
+    evenly spread ones with the last."""
     table, found = run.table, []
     steps, across = table.column("step"), across_of(table, axis)
     for one in read_recoveries(run.path):
         at = int(np.searchsorted(steps, one["step"]))
         if at < len(across) and math.isfinite(across[at]):
-            found.append({"x": float(across[at]), "text": f"{format.outcome(one)}: {format.survived(one)}"})
+            text = f"{format.outcome(one)}: {format.survived(one)}"
+            found.append({"kind": "recovery", "x": float(across[at]), "text": text})
+    rows = np.flatnonzero(table.evaluated() & np.isfinite(across))
+    for row in rows[:: -max(-(-len(rows) // MARKS), 1)][::-1].tolist():
+        found.append({"kind": "evaluation", "x": float(across[row]), "text": f"evaluation at step {int(steps[row]):,}"})
     return found
 
 
