@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from tilth.core.errors import DataError
 from tilth.core.write_queue import settle
 from tilth.data.cache import FileState, file_state
 from tilth.guard.health import read_health
-from tilth.runs.progress import Doing, read_progress
+from tilth.runs.progress import PROGRESS, Doing, read_progress
 from tilth.runs.readers import (
     ACCURACY,
     HOUR,
@@ -219,6 +220,19 @@ def sign_of(row: Mapping[str, Any]) -> tuple[bool, str]:
     beat, doing = row.get("heartbeat_age"), [str(row[name]) for name in ("call", "operation") if row.get(name)]
     late = row["state"] not in LIVING or (beat is not None and beat > LATE)
     return late, ": ".join(dict.fromkeys(doing)) or "between calls"
+
+
+def sign_age(run: Path, state: Mapping[str, Any]) -> float | None:
+    """Return the seconds since a running run gave a sign of life: a heartbeat of a rank, or a note of what it does.
+
+    None: none can be read here.
+    """
+    if state["state"] != "running":
+        return None
+    ages = [row["heartbeat_age"] for row in living(state) if row.get("heartbeat_age") is not None]
+    with suppress(OSError):
+        ages.append(max(time.time() - (run / PROGRESS).stat().st_mtime, 0.0))
+    return min(ages, default=None)
 
 
 def last_line(path: Path) -> str:

@@ -167,6 +167,24 @@ def test_the_list_sees_a_process_that_ended_without_a_word(tmp_path, monkeypatch
         assert "interrupted" in rows_of_page(client)["live"] and counted == ["live", "live"]
 
 
+@pytest.mark.parametrize("sign", ["heartbeat", "progress", "none"])
+def test_a_run_in_a_long_step_gave_its_last_sign_of_life_then(tmp_path, monkeypatch, sign):
+    with made.running(tmp_path) as run:
+        read_metrics(run.path)
+        rows = views.RunList(RunsFolder(tmp_path))
+        rows.page("", "", "", 0)
+        for name in ("run.json", "metrics.jsonl"):
+            os.utime(run.path / name, (1.0, 1.0))
+        beats = [{"heartbeat_age": age} for age in (None, 40.0, 3.0)]
+        monkeypatch.setattr("tilth.ui.top.living", lambda state: beats if sign == "heartbeat" else [])
+        if sign == "progress":
+            (run.path / "progress.json").write_text("{}")
+        else:
+            (run.path / "progress.json").unlink(missing_ok=True)
+        age = rows.page("", "", "", 0)["rows"][0]["age"]
+        assert age == 3.0 if sign == "heartbeat" else (age < patience(20)) == (sign == "progress")
+
+
 def test_the_list_keeps_no_row_that_is_older_than_the_files(tmp_path, monkeypatch):
     """A summary of a running run that was not computed anew, as that takes long, is shown once."""
     monkeypatch.setattr("tilth.ui.web.follow.SHARE", 1e9)

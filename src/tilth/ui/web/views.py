@@ -23,7 +23,7 @@ from tilth.ui.report import findings, memory_card, planned, spent_steps, workers
 from tilth.ui.result import headline
 from tilth.ui.samples import prompt_of, sample
 from tilth.ui.tokens import COLOURINGS, numbers, pieces_of
-from tilth.ui.top import Look
+from tilth.ui.top import Look, sign_age
 from tilth.ui.web.follow import FollowedRun, RunsFolder, written
 from tilth.ui.web.metric_table import MetricTable
 from tilth.ui.web.search import PAGE, Wanted, group_of, newest_step, search
@@ -75,7 +75,8 @@ class RunList:
         found = [(name, path, written(path)) for name, path in self._runs.paths().items()]
         for name, path, files in sorted(found, key=lambda one: -_newest(one[2])):
             row = self._row(name, path, files, time.monotonic() > late)
-            rows.append(row | {"age": max(time.time() - _newest(files), 0.0)})
+            sign = sign_age(path, known[1]) if (known := self._rows.get(name)) and known[1] else None
+            rows.append(row | {"age": min(max(time.time() - _newest(files), 0.0), math.inf if sign is None else sign)})
             unread += [(name, path)] if row["state"] == "reading" else []
         if unread and self._reader.acquire(blocking=False):
             threading.Thread(target=self._read, args=(unread,), name="run-list", daemon=True).start()
