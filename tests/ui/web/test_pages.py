@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing
 from urllib.parse import quote
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -896,6 +897,22 @@ def test_health_is_read_from_session_folders_alone(tmp_path):
                 assert len(living(read_state(run.path))) == count
     finally:
         session.remove()
+
+
+def test_the_nodes_of_ranks_are_shown_where_there_are_several(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.app.SECONDS", 0.0)
+    shutil.copytree(folder / "ranks", tmp_path / "ranks")
+    rows = [{"rank": rank, "pid": 9, "state": "idle", "heartbeat_age": 0.1, "progress_age": None} for rank in (0, 1)]
+    monkeypatch.setattr(times, "living", lambda state: rows)
+    client = client_of(tmp_path)[0]
+    assert "node" not in page_of(client, "/runs/ranks/health").words.split()
+    for path in (tmp_path / "ranks" / "events").glob("*.parquet"):
+        events, rank = pq.read_table(path), int(path.name.split("-")[3])
+        pq.write_table(events.replace_schema_metadata({**(events.schema.metadata or {}), "host": f"<n{rank}>"}), path)
+    (tmp_path / "ranks" / "events" / "attempt-1-rank-1-000002.parquet").write_bytes(b"torn")
+    text = client.get("/runs/ranks/health").text
+    for rank in (0, 1):
+        assert text.count(f"<td>{rank}</td><td>&lt;n{rank}&gt;</td>") == 2  # of workers, and of the heat map
 
 
 words = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,28 @@ def health_page(run: FollowedRun) -> Row:
     findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
     return {
         "look": look, "workers": [_worker(row) for row in living(look.state)], "used": workers_of(state),
-        "heat": heat(run.path, _events_state(run)),
+        "heat": heat(run.path, _events_state(run)), "nodes": nodes_of(run.path, _events_state(run)),
         "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
         "ettr": look.ettr(), "hour": look.ettr(HOUR), "state": state,
         "lost": sum(one["lost"] + one["seconds"] for one in survived), "count": len(survived),
     }  # fmt: skip
+
+
+@lru_cache(KEPT)
+def nodes_of(run: Path, state: tuple[FileState, ...]) -> dict[int, str]:
+    """Return the host of each rank of the newest attempt, as its events name it; empty where all ran on one.
+
+    state: ``_events_state``, of which it is computed anew.
+    """
+    folder = events_folder(run)
+    written = parts(folder) if folder.is_dir() else {}
+    newest, found = max((attempt for attempt, _ in written), default=0), {}
+    for (attempt, rank), files in written.items():
+        for path in reversed(files.values()) if attempt == newest else ():
+            with suppress(pa.ArrowException, OSError):  # torn, or removed meanwhile
+                found[rank] = (pq.read_schema(path).metadata or {}).get(b"host", b"").decode()
+                break
+    return found if len({*found.values()}) > 1 else {}
 
 
 def _verdict(one: Mapping[str, Any]) -> Row:
