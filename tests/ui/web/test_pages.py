@@ -6,6 +6,7 @@ import html
 import json
 import math
 import os
+import random
 import re
 import shutil
 import socket
@@ -34,7 +35,8 @@ from tilth.core.errors import DataError
 from tilth.process.access import AddressError
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
-from tilth.ui.listing import rows_of
+from tilth.ui import format
+from tilth.ui.listing import METRICS, measured, rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
 from tilth.ui.top import living
 from tilth.ui.web import times, views
@@ -233,6 +235,66 @@ def test_numbers_are_those_of_the_summary(client, folder):
                  "AMD EPYC 7B13", "806,000", f"{s['mismatch_max']:.1e}"):  # fmt: skip
         assert want in words, want
     assert RunsFolder(folder).get("sums-a-001").summary() == s
+
+
+def random_records(chance):
+    """Records of a run's steps, of which each has some of the metrics; some steps were run again by a later attempt."""
+    names = {
+        "reward/mean": 1.0, "loss": 9.0, "reward/heldout": 1.0, "accuracy/heldout": 1.0, "loss/heldout": 5.0,
+        "tokens_per_second/generate": 1e5, "tokens_per_second/train": 1e4, "mismatch/max": 1e-3, "memory/peak": 1e10,
+        "time/step": 20.0, "time/generate": 9.0, "time/update": 9.0,
+    }  # fmt: skip
+    measured, steps = chance.sample([*names], chance.randrange(len(names) + 1)), chance.randrange(1, 40)
+    again = range(chance.randrange(1, steps + 1), steps + 1) if chance.random() < 0.3 else ()
+    at = [(step, 1) for step in range(1, steps + 1)] + [(step, 2) for step in again]
+    return [
+        {"step": step, "attempt": attempt, "phase": "warmup" if step < steps // 3 else "grpo",
+         "seconds": step * chance.uniform(0.5, 200.0), "reward/missing": chance.randrange(3), "samples": 8}
+        | {name: chance.random() * names[name] for name in measured if chance.random() < 0.7}
+        for step, attempt in at
+    ]  # fmt: skip
+
+
+def test_numbers_of_random_runs_are_those_of_tilth_show(tmp_path, monkeypatch):
+    with RunDir.create(made.named(tmp_path, "run-00"), "run-00") as run:
+        run.set_plan({"steps": 40})
+        run.end("finished")
+    chance, client, titles = random.Random(0), client_of(tmp_path)[0], set()
+    for number in range(50):
+        path = tmp_path / f"run-{number:02d}"
+        if number:
+            shutil.copytree(run.path, path)
+        records = random_records(chance)
+        made.lines(path / "metrics.jsonl", *records)
+        metric = next((m for m in ("reward/heldout", "accuracy/heldout", "loss/heldout") if m in records[-1]), None)
+        if metric:
+            state = json.loads((path / "run.json").read_text())
+            best = {"metric": metric, "step": records[-1]["step"], "value": records[-1][metric]}
+            (path / "run.json").write_text(json.dumps(state | {"best": best}))
+    rows = rows_of_page(client)
+    for name, row in rows.items():
+        found = CliRunner().invoke(app, ["show", str(tmp_path / name), "--json"])
+        s = json.loads(found.stdout)
+        text = client.get(f"/runs/{name}").text
+        tiles = dict(re.findall(r'<div class="tile[^"]*"><span>([^<]*)</span><b>([^<]*)</b>', text))
+        rates = {what: s[f"tokens_per_second_{what}"] or 0 for what in ("generate", "train")}
+        expected = {
+            "Steps": f"{s['steps']:,}", "Time": format.timed(s["seconds"]),
+            "Memory, peak": format.size(s["memory_peak"]),
+            "Generation": f"{rates['generate']:,.0f}", "Training": f"{rates['train']:,.0f}",
+            "Missing rewards": f"{s['rewards_missing']:,}", "Log-prob mismatch": f"{s['mismatch_max'] or 0:.1e}",
+        }  # fmt: skip
+        if best := s["best"]:
+            loss = best["metric"] == "loss/heldout"
+            title = "held-out loss" if loss else format.MEASURES.get(best["metric"], "order of pairs")
+            shown = f"{best['value']:.4f}" if loss else format.figure(best["metric"], best["value"])
+            expected |= {f"Best {title}": shown} if loss or best["value"] else {}
+        titles |= tiles.keys()
+        assert {**expected, **tiles} == expected, name
+        key = next((key for key in METRICS if s[key] is not None), None)
+        shown = key and measured({"metric": METRICS[key], "value": s[key]})
+        assert f"{s['steps']:,}" in row and (not shown or shown in row), name
+    assert len(rows) == 50 and len(titles) == 10
 
 
 # ---- curves ----
