@@ -170,8 +170,7 @@ class RunRoute(APIRoute):
     run."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        self.methods.add("HEAD")
+        super().__init__(path, endpoint, **options | {"methods": ["HEAD", *(options.get("methods") or ["GET"])]})
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of a request."""
