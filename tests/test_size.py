@@ -25,7 +25,7 @@ BUDGETS = {
     "launch": (5_700, 2_700),
     "serve": (6_760, 4_200),
     "analysis": (3_430, 3_000),
-    "ui cli api": (9_240, 6_100),
+    "ui cli api": (9_230, 6_100),
 }
 """Packages, or modules beside them -> (lines that they may have now, lines that they should have)."""
 
