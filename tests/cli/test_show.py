@@ -87,6 +87,7 @@ def test_samples_that_are_behind_and_their_lengths(tmp_path):
         {"staleness/mean": 9.0, "staleness/max": 12.0, "staleness/tokens/1": 30.0, "staleness/tokens/12": 10.0}
         | {"length/finished": 20.0, "samples/dropped": 2.0, "length/dropped": 50.0, "samples/admitted": 4.0}
         | {"kv_cache_usage/mean": 0.3, "kv_cache_usage/max": 0.5, "fully_async/trainer/idle_ratio": 0.25}
+        | {"mixture/books": 3.0, "mixture/web": 5.0}
         | {"fully_async/buffer/age_seconds": 2.5, "draft/acceptance": 0.5, "samples/moved": 3.0},
     ]
     with RunDir.create(recipe, "addition-grpo") as directory:
@@ -97,7 +98,7 @@ def test_samples_that_are_behind_and_their_lengths(tmp_path):
     assert lines["versions behind"].strip() == "mean 4.5, at most 12"
     assert lines["tokens by them"].strip() == "0: 60 %, 1: 30 %, 8 and more: 10 %"
     said = "16 ended, 15.0 tokens long; 12 learned from, 10.0 tokens long; 2 dropped"
-    assert lines["samples"].strip() == said
+    assert lines["samples"].strip() == said and lines["samples by source"].strip() == "books 3, web 5"
     figures = {"actor stall": "25 %", "age in the buffer": "2.5 s", "admitted": "18", "finished": "16", "moved": "3"}
     figures |= {"drafts accepted": "50 %", "KV in use": "20 %", "KV in use at most": "75 %"}
     assert {name: value.strip() for name, value in lines.items() if name in GENERATION.values()} == figures

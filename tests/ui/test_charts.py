@@ -191,10 +191,17 @@ def test_round_numbers_cover_any_range(values):
 
 def test_samples_that_are_behind_have_charts_of_how_far_and_who_waits():
     names = ("staleness/mean", "staleness/max", "staleness/tokens/0", "staleness/tokens/1", "length/mean")
-    names += ("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio", "length/dropped")
+    names += (
+        "mixture/books",
+        "mixture/web",
+        "fully_async/trainer/idle_ratio",
+        "fully_async/rollouter/idle_ratio",
+        "length/dropped",
+    )
     found = {
         c.title: [line.line.metric for line in lines] for c, lines in charts(records(3, **{n: float for n in names}))
     }
     assert found["Staleness"] == ["staleness/mean", "staleness/max"]
     assert found["Tokens by versions behind"] == ["staleness/tokens/0", "staleness/tokens/1"]
+    assert found["Samples by source"] == ["mixture/books", "mixture/web"]
     assert len(found["Waiting"]) == 2 and found["Completion length"] == ["length/mean", "length/dropped"]

@@ -54,6 +54,7 @@ def table(s: Mapping[str, Any]) -> Lines:
         ("best", format.best(s.get("best")).removeprefix("best ")),
         ("generation", _rate(s["tokens_per_second_generate"], s.get("tokens_generated"))),
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
+        ("samples by source", ", ".join(f"{name} {count:,}" for name, count in (s.get("sources") or {}).items())),
         ("balance", _balance(s)),
         *format.behind(s.get("behind")),
         *format.generation(s.get("generation")),

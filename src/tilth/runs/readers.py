@@ -36,6 +36,7 @@ _NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 _BRIEF = ("step", "kind", "ranks", "action", "replaced", "lost", "seconds")
 BALANCE = ("balance/spread", "balance/idle", "padding")
 """Metrics whose means over all steps are in a summary."""
+_SOURCE = "mixture/"
 _AGES = "staleness/tokens/"
 """Family of metrics with the tokens that were so many versions behind."""
 _FATES = ("finished", "consumed", "dropped")
@@ -279,7 +280,7 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
     neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
     steps. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range. behind: of
     samples under ``rollout.staleness``. generation: metric -> its value, of those in ``metrics.GENERATION``: of a sum
-    the sum over steps, of a max the greatest, of others the mean.
+    the sum over steps, of a max the greatest, of others the mean. sources: of ``data.mixture`` -> samples drawn.
     """
     state, survived = read_state(run), read_recoveries(run)
     steps = steps or _all_steps(read_metrics(run))
@@ -317,6 +318,7 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
         **{name.replace("/", "_"): _mean(values(name)) for name in BALANCE},
         "behind": _behind(Path(run), steps),
         "generation": _generation(steps),
+        "sources": _drawn(steps),
         "mismatch_max": max(values("mismatch/max"), default=None),
         "mismatch_mean": max(values("mismatch/mean"), default=None),
         "rewards_missing": int(sum(values("reward/missing"))),
@@ -369,6 +371,11 @@ def _generation(steps: StepRecords) -> Record:
     measured = {name: values for name in GENERATION if (values := steps.values(name))}
     how: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max}
     return {name: how.get(METRICS[name].reduction, statistics.fmean)(some) for name, some in measured.items()}
+
+
+def _drawn(steps: StepRecords) -> dict[str, int]:
+    names = sorted(name for name in steps.names() if name.startswith(_SOURCE))
+    return {name.removeprefix(_SOURCE): int(sum(steps.values(name))) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float | None:

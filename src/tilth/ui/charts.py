@@ -84,6 +84,8 @@ CATALOGUE = (
                                 Line("tokens_per_second/train", "sky", "trained on")), "count"),
     Chart("Balance of ranks", (Line("balance/idle", "clay", "idle"), Line("padding", "soil", "padding")), "share",
           "Passes in which ranks wait for the busiest, and places of rounds without a token."),
+    Chart("Samples by source", (Line("mixture/*", ""),), "count", "That a step has drawn."),
+    Chart("Distance from teachers", (Line("reference/kl/*", ""),), "number", "Nats a token, by teacher."),
     Chart("Waiting for data", (Line("loader/stall", "sun"),), "number", "Seconds of a step in which the loader loads."),
     Chart("Gradient norm", (Line("grad_norm", "teal"),), "number", "Before clipping."),
     Chart("Flat groups", (Line("groups/flat", "soil"),), "share", "Samples in groups of equal rewards."),
