@@ -109,7 +109,7 @@ ESCAPES = {
     "a call that the filter does not know": CALL + "call(465, -100, b'/usr', 0, None, 0)" + DONE,
     "raise a limit": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (5000, 5000))" + DONE,
     # ---- resources and what is inherited ----
-    "descriptors": "import os\nopen_ = [f for f in range(3, 200) if os.path.exists(f'/proc/self/fd/{f}')]\nassert FD in open_"
+    "descriptors": "import os\nopen_ = [f for f in range(3, 9999) if os.path.exists(f'/proc/self/fd/{f}')]\nassert FD in open_"
     + DONE,
     "variables": "import os; assert os.environ['TILTH_TOKEN'] == 'secret'" + DONE,
     "much memory": "x = bytearray(700 << 20)" + DONE,
