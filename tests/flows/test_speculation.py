@@ -8,8 +8,15 @@ from tests.flows import tiny
 from tilth.core.errors import TilthError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
+from tilth.engines import draft as drafting
 from tilth.flows.measured import measure_engines
 from tilth.runs.metrics import Metrics
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Guesses pay in so small a model too, as if its positions took long."""
+    monkeypatch.setattr(drafting, "LAYER", {"cpu": 1.0})
 
 
 def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
