@@ -15,8 +15,10 @@ from tilth.ui.web.app import PageServer
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
-slow = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)"),
+]
 
 
 @contextmanager
@@ -74,13 +76,8 @@ PATHS = {
 }  # fmt: skip
 
 
-LOOKS = ({}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}})
-QUICK = [("runs/sums-a-001", LOOKS[0])]
-
-
-@pytest.mark.parametrize(("path", "looks"), QUICK + [
-    pytest.param(path, looks, marks=slow) for path in PATHS for looks in LOOKS if (path, looks) not in QUICK
-])  # fmt: skip
+@pytest.mark.parametrize("looks", [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}}])
+@pytest.mark.parametrize("path", PATHS)
 def test_every_view_is_drawn(browser, folder, path, looks):
     with served(folder) as address, tab(browser, **looks) as page:
         page.goto(address + path)
@@ -106,7 +103,6 @@ def test_a_curve_grows_within_three_seconds_of_a_commit(browser, tmp_path):
         page.wait_for_selector("#head .state.finished")
 
 
-@slow
 def test_a_page_that_follows_a_run_asks_for_nothing(browser, tmp_path):
     """News have the points of its curves and its tiles, so that a page costs the run nothing else."""
     with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
@@ -125,7 +121,6 @@ def test_a_page_that_follows_a_run_asks_for_nothing(browser, tmp_path):
         until(page, "/Steps\\s*8/.test(document.getElementById('tiles').innerText)")
 
 
-@slow
 def test_a_run_that_is_killed_while_it_is_watched(browser, tmp_path):
     with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
         page.goto(address + "runs/live")
@@ -134,7 +129,6 @@ def test_a_run_that_is_killed_while_it_is_watched(browser, tmp_path):
         page.wait_for_selector("#head .state.interrupted")
 
 
-@slow
 def test_a_click_on_a_point_leads_to_the_samples_of_its_step(browser, folder):
     with served(folder) as address, tab(browser) as page:
         page.goto(address + "runs/sums-a-001?q=reward/mean")
@@ -146,7 +140,6 @@ def test_a_click_on_a_point_leads_to_the_samples_of_its_step(browser, folder):
         page.wait_for_url("**/trajectories?steps=16")
 
 
-@slow
 def test_the_keyboard_is_enough(browser, folder):
     with served(folder) as address, tab(browser) as page:
         page.goto(address)
@@ -164,7 +157,6 @@ def test_the_keyboard_is_enough(browser, folder):
         assert high - low < canvas.evaluate("one => one.layout.xaxis.range[1] - one.layout.xaxis.range[0]")
 
 
-@slow
 def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser, folder):
     with served(folder) as address, tab(browser) as page:
         page.goto(address)
@@ -184,7 +176,6 @@ def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser,
         page.wait_for_selector("table.keys-table")
 
 
-@slow
 def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, folder):
     with served(folder) as address, tab(browser) as page:
         page.goto(address + "runs/ranks/time")
@@ -195,7 +186,6 @@ def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, folder)
             )
 
 
-@slow
 def test_a_token_by_the_printed_address(browser, folder):
     with served(folder, token="a secret") as address, tab(browser) as page:
         page.goto(address)
@@ -203,7 +193,6 @@ def test_a_token_by_the_printed_address(browser, folder):
         assert page.url.endswith("/") and "key" not in page.url
 
 
-@slow
 def test_without_the_script_every_view_has_its_tables(browser, folder):
     with served(folder) as address, tab(browser, java_script_enabled=False) as page:
         for path in PATHS:
