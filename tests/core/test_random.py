@@ -16,6 +16,7 @@ from tilth.core.checksum import checksum
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Box
 from tilth.core.random import (
+    LONG,
     Stream,
     dropout_mask,
     fill_normal_,
@@ -356,6 +357,8 @@ def test_parts_of_several_streams_are_drawn_at_once():
     streams, counts = [stream(3, "parts", i) for i in range(5)], [1, 8, 0, 7, 1000]
     drawn = uniform_parts(streams, counts)
     assert all(torch.equal(own, one.uniform(0, n)) for own, one, n in zip(drawn, streams, counts, strict=True))
+    drawn = uniform_parts(streams[:2], [LONG - 3, LONG + 5])  # long ones, each by itself
+    assert [own[-1] for own in drawn] == [one.uniform(0, n)[-1] for one, n in zip(streams, (LONG - 3, LONG + 5))]
 
 
 @pytest.mark.parametrize("high", [0, -3, 2**31 + 1])

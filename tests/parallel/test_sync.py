@@ -17,7 +17,7 @@ from tilth.config.axes import AXES
 from tilth.core.errors import CheckpointError, PluginError, ReplicaMismatch
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.guard.snapshots import compare
-from tilth.parallel.compress import Compressor
+from tilth.parallel.compress import Compressor, Dither
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientPiece, split
 from tilth.parallel.sharded import shard
@@ -133,6 +133,46 @@ def test_what_was_applied_and_what_is_left_is_what_was_given(pool, case, name, h
         assert all(torch.equal(tensor, own["end"][n]) for own in found)
     assert all(compare({r: own["digests"][at] for r, own in enumerate(found)}) is None for at in range(3))
     assert found[0]["losses"][2] < found[0]["losses"][0]
+
+
+class Clips(Dither):
+    """A plugin that changes what is shipped."""
+
+    def encode(self, x, random):
+        return super().encode(x.clamp(-1, 1), random)
+
+
+class Narrow(Compressor):
+    """Short tensors travel as float16."""
+
+    def delta(self, count):
+        return 1.0
+
+    def encode(self, x, random):
+        return x.half() if len(x) < 10 else x.clone()
+
+    def decode(self, code, count, random):
+        return code.float()
+
+
+def round_trip(compressor, row, sizes):
+    pieces = [GradientPiece(f"p{i}", (slice(0, size),), size) for i, size in enumerate(sizes)]
+    coder = Coder(compressor, 0, GIVEN, feedback=False)
+    coder.names = frozenset(piece.name for piece in pieces)
+    code = coder.pack(row.clone(), pieces, 0)
+    found = torch.zeros_like(row)
+    assert len(code) == coder.length(pieces, row.dtype)
+    coder.unpack(found, code, pieces, 0)
+    return found
+
+
+def test_a_plugin_that_changes_a_shipped_compressor_codes_by_itself():
+    assert round_trip(Clips(bits=8, group=4), torch.tensor([5.0, 0.5, -3.0, 0.2]), [4]).abs().max() <= 1.01
+
+
+def test_codes_of_a_plugin_may_have_a_dtype_for_each_length():
+    row = torch.arange(20.0)
+    assert torch.equal(round_trip(Narrow(), row, [4, 16]), row)
 
 
 @pytest.mark.parametrize(("feedback", "learned", "sent"), [(True, True, 1.0), (False, True, 0.0), (True, False, 0.0)])

@@ -27,6 +27,8 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+LONG = 4096
+"""Numbers of a stream, on average, from which on each stream is drawn by itself."""
 _LANES = {"cpu": 1 << 16, "cuda": 1 << 20}  # blocks of four words per pass, few enough for the cache
 
 
@@ -350,13 +352,16 @@ def uniform_rows(seed: int, ids: Tensor, start: int | Tensor, count: int) -> Ten
 
 
 def uniform_parts(streams: Sequence[Stream], counts: Sequence[int], device: Device = "cpu") -> list[Tensor]:
-    """Draw ``uniform(0, count)`` of each stream, all of one seed, at once: float32 [count] each."""
-    blocks = torch.tensor([-(-count // 4) for count in counts])
-    ids = torch.tensor([stream.id for stream in streams]).repeat_interleave(blocks)
-    starts = torch.arange(len(ids)) - (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
-    seed = streams[0].seed if streams else 0
-    request = _Request(_uniform, torch.float32, seed, ids.to(device), 4 * starts.to(device), 0)
-    return [own[:count] for own, count in zip(request.new(4).view(-1).split((4 * blocks).tolist()), counts)]
+    """Draw ``uniform(0, count)`` of each stream, all of one seed, many short ones at once: float32 [count] each."""
+    if sum(counts) >= LONG * len(counts):
+        return [stream.uniform(0, count, device) for stream, count in zip(streams, counts)]
+    sizes = [-(-count // 4) for count in counts]
+    blocks = torch.tensor(sizes, device=device)
+    ids, firsts = torch.tensor([stream.id for stream in streams], device=device), blocks.cumsum(0) - blocks
+    ids, firsts = (one.repeat_interleave(blocks, output_size=sum(sizes)) for one in (ids, firsts))
+    starts = torch.arange(sum(sizes), device=device) - firsts
+    request = _Request(_uniform, torch.float32, streams[0].seed, ids, 4 * starts, 0)
+    return [own[:count] for own, count in zip(request.new(4).view(-1).split([4 * size for size in sizes]), counts)]
 
 
 def fill_normal_(

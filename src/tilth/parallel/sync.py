@@ -66,6 +66,9 @@ class Coder:
         """What earlier steps left out of a tensor, or of this rank's piece of it; after this step, if it is learned."""
         self.step = 0
         self._form, self._placed = cache(self._form_of), cache(self._placed_of)
+        c, alone = compressor, (Batched.encode, Batched.decode)
+        own = (type(c).encode, type(c).decode)  # of a plugin, which may change one that is shipped
+        self._batched = c if isinstance(c, Batched) and own == alone else None
 
     def begin(self, step: int) -> None:
         """Begin a step, and forget what one left out that was not settled."""
@@ -105,17 +108,18 @@ class Coder:
             there = self._of(self._after, piece)
             there.copy_(own.view(there.shape))
         torch._foreach_copy_(parts, made.split([len(own) for own in parts]))
-        return self._to_wire(code)
+        return code
 
     def _code_of(self, x: Tensor, place: CodedRuns, randoms: Sequence[Stream]) -> Tensor:
-        if isinstance(self.compressor, Batched):
-            return self.compressor.encode_all(x, place.counts, randoms)
+        """Return the codes as they travel."""
+        if self._batched is not None:
+            return self._to_wire(self._batched.encode_all(x, place.counts, randoms))
         found = list[Tensor]()
         for own, count, random in zip(x.split([*place.counts]), place.counts, randoms):
             code, form = self.compressor.encode(own, random), self._form(count)
             if (code.numel(), code.dtype) != form[:2]:
                 raise self._uneven(code, form)
-            found.append(code)
+            found.append(self._to_wire(code))
         return torch.cat(found)
 
     def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> None:
@@ -131,7 +135,7 @@ class Coder:
             else:
                 row[where] += self._from_wire(own, row.dtype)
         if parts:
-            flat = self._from_wire(codes[0] if len(codes) == 1 else torch.cat(codes), self._form(place.counts[0]).dtype)
+            flat = codes[0] if len(codes) == 1 else torch.cat(codes)
             randoms = (self._random(piece, owner, sender) for piece in pieces if self._codes(piece))
             made = self._decoded(flat, place, randoms).to(row.dtype)
             torch._foreach_add_(parts, made.split([len(own) for own in parts]))
@@ -145,11 +149,13 @@ class Coder:
         return piece.numel > 0 and piece.name in self.names
 
     def _decoded(self, code: Tensor, place: CodedRuns, randoms: Iterable[Stream]) -> Tensor:
-        if isinstance(self.compressor, Batched):
-            found = self.compressor.decode_all(code, place.counts)
+        forms = [self._form(count) for count in place.counts]
+        if self._batched is not None:
+            found = self._batched.decode_all(self._from_wire(code, forms[0].dtype), place.counts)
         else:
-            codes = zip(code.split([self._form(count).length for count in place.counts]), place.counts, randoms)
-            found = torch.cat([self.compressor.decode(*one) for one in codes])
+            wires = code.split([self._length(form.length, form.dtype) for form in forms])
+            codes = [self._from_wire(own, form.dtype) for own, form in zip(wires, forms)]
+            found = torch.cat([self.compressor.decode(*one) for one in zip(codes, place.counts, randoms)])
         for own, count in zip(found.split([*place.counts]), place.counts) if self._shrinks else ():
             own *= self._form(count).factor
         return found

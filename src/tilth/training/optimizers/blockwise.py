@@ -272,5 +272,5 @@ def _sums(
     for i, factor in enumerate(factors):
         columns = [(own[0], own[2 * i + 1], own[2 * i + 2]) for own in sums]
         squares = [t * t * dd + 2 * t * w * dx + w * w * xx for (xx, dx, dd), t, w in zip(columns, factor, decay)]
-        found.append([math.sqrt(square) if square > 0 else 0.0 for square in squares])
+        found.append([0.0 if square <= 0 else math.sqrt(square) for square in squares])
     return found
