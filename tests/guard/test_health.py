@@ -48,6 +48,10 @@ def test_a_look_shows_call_operation_and_age_also_of_a_stopped_worker(tmp_path):
         assert waits["state"] != "stopped" and waits["call"] == "policy.update"
         assert [row["rank"] for row in watch.workers] == [0, 1] and watch.workers[0]["memory"] == waits["memory"]
         assert waits["memory"] > 1e6 and waits["cores"] >= 0 and found["time"] == 1.0
+        facts = json.loads(backend.folder.health.read_text())
+        for ranks in ({}, [{}], [{"rank": 0}], [{"rank": 10**6, "pid": 1}], 5):  # as another version may write it
+            backend.folder.health.write_text(json.dumps(facts | {"ranks": ranks}))
+            assert not (read_health(str(backend.folder.path)) or {"ranks": []})["ranks"]
         os.kill(stopped["pid"], signal.SIGKILL)
     finally:
         backend.close(kill=True)

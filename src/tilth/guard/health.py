@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import struct
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -189,6 +190,8 @@ def read_health(session: str) -> dict[str, Any] | None:
         before = {row["rank"]: row for row in facts["ranks"]}
         now = states(board, {rank: row["pid"] for rank, row in before.items()})
         return facts | {"ranks": [before[row["rank"]] | row for row in now]}
+    except (KeyError, TypeError, AttributeError, struct.error):  # as another version writes it
+        return None
     finally:
         board.close()
 

@@ -211,7 +211,7 @@ class RunWatcher:
 def living(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the health of each rank of a run at this moment; none if they do not run on this machine."""
     here = state["state"] == "running" and state.get("host") == os.uname().nodename
-    found = read_health(state["session"]) if here and state.get("session") else None
+    found = read_health(state["session"]) if here and isinstance(state.get("session"), str) else None
     return found["ranks"] if found else ()
 
 

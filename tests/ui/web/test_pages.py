@@ -864,6 +864,7 @@ def test_a_token_is_needed_by_header_or_by_the_cookie_of_one_visit(folder):
     assert client.get("/", headers={"authorization": "Bearer wrong"}).status_code == 401
     assert client.get("/", headers={"authorization": "Bearer a secret"}).status_code == 200
     assert client.get("/enter?key=wrong").status_code == 401 and client.get("/").status_code == 401
+    assert client.head(path, follow_redirects=False).status_code == 405  # as a preview of a link asks
     entered = client.get(path, follow_redirects=False)
     assert entered.status_code == 303 and "HttpOnly" in entered.headers["set-cookie"]
     assert "a secret" not in entered.headers["set-cookie"] and client.get("/").status_code == 200

@@ -348,6 +348,8 @@ def _serve_beside_pages(app: FastAPI, assets: Assets, visit: OneVisit) -> None:
     def enter(request: Request, key: Text = "") -> Response:
         if not visit.token:
             raise HTTPException(404)
+        if request.method == "HEAD":  # as a preview of a link asks
+            raise HTTPException(405)
         return visit.enter(key, request.scope.get("server"))
 
     @app.get("/static/{name}")
