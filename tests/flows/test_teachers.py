@@ -179,3 +179,15 @@ def test_a_record_without_a_teacher_is_refused(tmp_path, record, key, error):
     made = tiny.recipe(tmp_path, flow="distill", reference={"field": "kind", "teachers": table})
     with raises(error, key):
         followed_teachers(made, PromptSet.of([{**one, **record} for one in tiny.SUMS]))
+
+
+def test_the_option_to_align_is_refused_where_no_teacher_aligns(tmp_path, models, sources):
+    tokens = {name: {**one, "align": "tokens"} for name, one in two(models["a"], models["b"])["teachers"].items()}
+    with raises(RecipeError, "algorithm.options.align.unused"):
+        student(tmp_path, sources, {"teachers": tokens}, algorithm={"options": {"align": "characters"}})
+
+
+def test_a_target_of_answers_that_nothing_scores_is_refused(tmp_path, models, sources):
+    how = {"reward": None, "supervised": {"steps": 2, "until": 0.5}}
+    with raises(RecipeError, "supervised.until.unscored"):
+        student(tmp_path, sources, {"path": models["a"]}, **how)

@@ -382,6 +382,9 @@ def _teachers(recipe: Recipe) -> Refusals:
                 right = nearest(source, known) if recipe.data.mixture else "set data.mixture, or reference.field"
                 yield f"{key}.sources.{source}", f": {source!r} is no source of the data; {right}"
             owners[source] = name
+    if table and recipe.aligns and all(teacher.align == "tokens" for teacher in table.values()):
+        message = "algorithm.options.align = characters, and each teacher of reference.teachers has align = tokens"
+        yield RecipeError(f"{message}; leave it out, or set that of one to auto", key="algorithm.options.align.unused")
     if table and not field and (left := [name for name in known if name not in owners]):
         message = f"no teacher of reference.teachers has source {left[0]!r} in its sources; add it to those of one"
         yield RecipeError(message, key="reference.teachers.sources")

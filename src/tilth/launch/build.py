@@ -41,6 +41,7 @@ from tilth.envs.process import listed_tools, load_environment
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Split
 from tilth.launch.compilation import choose
+from tilth.launch.rewards import is_unscored
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hub import fetched
@@ -194,6 +195,13 @@ def build(
         choice = choose(resolved(recipe), config, plan, compiled)
         recipe = recipe.replaced("train", compile=choice.compiled)
         data.notes.append(f"train.compile = auto: {choice.why}")
+    if pool is None and is_unscored(recipe):
+        plan = replace(plan, evaluations=0)
+        data.notes.append("nothing scores answers, so there are no evaluations; reward.function would")
+        if recipe.supervised.steps and recipe.supervised.until < 1:
+            why = "is a share of right answers, and nothing scores them; set it to 1, or reward.function"
+            message = f"supervised.until = {recipe.supervised.until} {why}"
+            raise RecipeError(message, key="supervised.until.unscored")
     check_mixture(recipe, data.train)
     places = place(recipe, generates=generates)
     for units in (placed.mesh.units for placed in places.values()):

@@ -40,6 +40,12 @@ def chosen_reward(recipe: Recipe, prompts: object = None, given: Spec | None = N
     return function or (None if silent else _no_reward(recipe, prompts))
 
 
+def is_unscored(recipe: Recipe) -> bool:
+    """Return True if a run without a reward function samples answers that nothing else scores."""
+    others = recipe.reward.model or recipe.grades or recipe.rollout.environment
+    return recipe.flow_spec.samples and not others
+
+
 def _taught(recipe: Recipe) -> bool:
     """Return True if the run learns from a teacher, and from nothing that a reward returns."""
     if not recipe.teaches:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -35,6 +35,7 @@ SHARED = 1 << 16
 """Elements of a weight from which on threads share a product."""
 LIMIT, NICE = 120, 10
 """Seconds that a build may take, and its priority below others."""
+INSTALL = 'built=$1; folder=$2; shift 2; "$@" && mv -f "$0" "$built" && rm -rf "$folder"'
 SOURCES = [Path(__file__).with_name(name) for name in ("row_product.cpp", "coding.cpp")]
 FLAGS = {"AVX512": ("-mavx512f", "-mfma", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma")}
 ARGUMENTS = {
@@ -44,6 +45,8 @@ ARGUMENTS = {
     "greatest_encode": "pni",
 }  # fmt: skip
 """Function of the library -> its arguments: pointers, numbers, an int or a float."""
+WHEN_LOADED = list[Callable[[], None]]()
+"""Called once the kernels are loaded: they clear what was found out without them."""
 _library: ctypes.CDLL | None = None
 _tried = False
 _build: "_Build | None" = None
@@ -73,6 +76,8 @@ def prepare(*, wait: bool = True) -> None:
     for name, arguments in ARGUMENTS.items():
         getattr(found, name).argtypes = [kinds[one] for one in arguments]
     _library, _tried = found, True
+    for forget in WHEN_LOADED:
+        forget()
 
 
 def ready() -> bool:
@@ -87,22 +92,25 @@ def library() -> ctypes.CDLL:
 
 
 class _Build:
-    """Build of the library by a process of its own, which is killed where this one exits before it has ended."""
+    """Build of the library by a process of its own, which is killed where this one exits before it has ended, and
+    installs what it has built where this one ends without a word, as workers do."""
 
-    def __init__(self, command: list[str], built: Path) -> None:
+    def __init__(self, command: list[str], built: Path, wait: bool) -> None:
         built.parent.mkdir(parents=True, exist_ok=True)
         self.built, self.owner = built, os.getpid()
         self.folder = Path(mkdtemp(dir=built.parent))  # processes of several machines may build at once
         self.command, self.errors = [*command, "-o", str(self.folder / built.name)], self.folder / "errors"
+        shell = ["sh", "-c", INSTALL, str(self.folder / built.name), str(built), str(self.folder)]
         try:
             with self.errors.open("w") as errors:
-                self.process = subprocess.Popen(self.command, stderr=errors, start_new_session=True)
+                self.process = subprocess.Popen([*shell, *self.command], stderr=errors, start_new_session=True)
         except OSError:
             shutil.rmtree(self.folder)
             raise
         atexit.register(self.end)
-        with suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PGRP, self.process.pid, NICE)
+        if not wait:
+            with suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PGRP, self.process.pid, NICE)
 
     def done(self, wait: bool) -> bool:
         """Return True once the library is where it belongs. SubprocessError: it could not be built."""
@@ -111,7 +119,6 @@ class _Build:
         try:
             if code := self.process.wait(LIMIT):
                 raise subprocess.CalledProcessError(code, self.command, stderr=self.errors.read_text())
-            (self.folder / self.built.name).replace(self.built)
         finally:
             self.end()
         return True
@@ -143,7 +150,7 @@ def _built(wait: bool) -> Path | None:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     built = root / f"tilth_row_product_{digest}.so"
     if not built.exists():
-        _build = _Build([*shlex.split(compiler), *flags, *map(str, SOURCES)], built)  # CXX="ccache g++"
+        _build = _Build([*shlex.split(compiler), *flags, *map(str, SOURCES)], built, wait)  # CXX="ccache g++"
         return built if _build.done(wait) else None
     return built
 

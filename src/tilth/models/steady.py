@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from tilth.core.errors import RecipeError
 from tilth.models.casts import cast
-from tilth.models.row_product import LEAST, MOST, orders, ready, row_product, row_scores, row_values
+from tilth.models.row_product import LEAST, MOST, WHEN_LOADED, orders, ready, row_product, row_scores, row_values
 from tilth.plan.kernels import CHUNK_ELEMENTS, KEYS, ROW_MULTIPLE, TAIL, round_up
 
 SIZES = (1024, 512, 256, 128, 64, 32, ROW_MULTIPLE)
@@ -481,3 +481,6 @@ def _whole(n: int, threads: int) -> int:
         return share % LANES == 0
 
     return next(size for size in count(round_up(n, LANES), LANES) if divides(size)) if n else 0
+
+
+WHEN_LOADED.extend(one.cache_clear for one in (summed, row_blocks, _blocks, _whole_block))
