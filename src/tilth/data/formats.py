@@ -97,11 +97,11 @@ def find_files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
         return _folder(path)
-    if path.exists() and not path.is_file():
+    if path.is_file():
+        return [path]
+    if path.exists():
         why = "is a pipe or a device, which cannot be read again from its beginning; write it to a file"
         raise DataError(f"{source!r} {why}", key=f"{path.name}.file")
-    if path.exists():
-        return [path]
     found = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
     if not found:
         raise DataError(f"there is no {source!r}{missing(source)}", key=path.name)
