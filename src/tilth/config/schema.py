@@ -812,6 +812,11 @@ class Recipe(Section):
         return self.teaches and given and self.algorithm.options.get("align") == "characters"
 
     @property
+    def scores(self) -> bool:
+        """True if a reward model, a judge or an environment scores answers, with or without a reward function."""
+        return bool(self.reward.model or self.grades or self.rollout.environment)
+
+    @property
     def teaches(self) -> bool:
         """True if the reference is a teacher, whose log-probs of samples are learned from."""
         return self.flow_spec.reference and self.flow_spec.samples

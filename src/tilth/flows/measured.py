@@ -9,6 +9,7 @@ from tilth.core.batch import Batch
 from tilth.flows.reward_shaping import has_spread
 from tilth.rl.passk import interval, paired_change
 from tilth.roles.experience import CUT, outcome
+from tilth.roles.rollout import EngineCounts
 from tilth.runs.metrics import Metrics
 from tilth.runs.readers import ACCURACY, REWARD
 
@@ -30,22 +31,22 @@ def measure_rows(metrics: Metrics, batch: Batch) -> None:
 def measure_engines(metrics: Metrics, counts: Sequence[Sequence[float]], *, drafts: bool) -> None:
     """Add how full KV caches were and, with drafts, what these saved. counts: of each engine,
     ``RolloutWorker.engine_counts``."""
-    said, drafted, accepted, ahead, missed, lost, looks, used = (sum(count[i] for count in counts) for i in range(8))
-    if looks:
-        metrics.add_sum("kv_cache_usage/mean", used, looks)
-        metrics.add("kv_cache_usage/max", max(count[-1] for count in counts))
+    if not counts:
+        return
+    engines = [EngineCounts(*count) for count in counts]
+    total = EngineCounts(*map(sum, zip(*engines)))
+    if total.looks:
+        metrics.add_sum("kv_cache_usage/mean", total.used, total.looks)
+        metrics.add("kv_cache_usage/max", max(one.peak for one in engines))
     if not drafts:
         return
-    if drafted:
-        metrics.add("draft/acceptance", accepted / drafted, drafted)
-    if said:
-        metrics.add("draft/passes", 1 - accepted / said, said)
-    if ahead:
-        metrics.add("draft/ahead", float(ahead))
-    if missed:
-        metrics.add("draft/missed", float(missed))
-    if lost:
-        metrics.add("draft/lost", float(lost))
+    if total.drafted:
+        metrics.add("draft/acceptance", total.accepted / total.drafted, total.drafted)
+    if total.drawn:
+        metrics.add("draft/passes", 1 - total.accepted / total.drawn, total.drawn)
+    for name, count in (("ahead", total.ahead), ("missed", total.missed), ("lost", total.lost)):
+        if count:
+            metrics.add(f"draft/{name}", float(count))
 
 
 def measure_parts(metrics: Metrics, batch: Batch, prefix: str) -> None:

@@ -23,7 +23,7 @@ from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import CARRIED, OUTCOME, samples_of
 from tilth.roles.judge import GRADE
-from tilth.roles.rollout import Ended, ask
+from tilth.roles.rollout import Ended, EngineCounts, ask
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import Metrics
 from tilth.runs.progress import StepProgress
@@ -225,14 +225,13 @@ class Sampler:
     @property
     def unscored(self) -> bool:
         """True if nothing scores samples: the run learns from a teacher alone."""
-        models = self.roles.reward_model is not None or self.recipe.grades
-        return self.roles.reward is None and not models and not self.recipe.rollout.environment
+        return self.roles.reward is None and self.roles.reward_model is None and not self.recipe.scores
 
     def _measure_engines(self, rollout: WorkerGroup, *, counted: bool = True) -> None:
         """Add what drafts saved and the KV caches held since the last call, if it is to be counted."""
         counts = rollout.engine_counts()
         measure_engines(self.metrics, counts if counted else [], drafts=self.recipe.rollout.speculate != "off")
-        if any(lost for *_, lost, _, _, _ in counts) and "drafter" not in self._reported:
+        if any(EngineCounts(*count).lost for count in counts) and "drafter" not in self._reported:
             self._reported.add("drafter")
             self.say("a process of rollout.draft.apart was lost: completions stay what they are, with fewer drafts")
 

@@ -42,8 +42,7 @@ def chosen_reward(recipe: Recipe, prompts: object = None, given: Spec | None = N
 
 def is_unscored(recipe: Recipe) -> bool:
     """Return True if a run without a reward function samples answers that nothing else scores."""
-    others = recipe.reward.model or recipe.grades or recipe.rollout.environment
-    return recipe.flow_spec.samples and not others
+    return recipe.flow_spec.samples and not recipe.scores
 
 
 def _taught(recipe: Recipe) -> bool:

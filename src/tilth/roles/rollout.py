@@ -75,6 +75,26 @@ class Aside(NamedTuple):
     news: list[int]
 
 
+class EngineCounts(NamedTuple):
+    """Counts of an engine between two calls of ``RolloutWorker.engine_counts``, in the order of its answer."""
+
+    drawn: float
+    """Tokens drawn in decode passes; then those that drafts proposed, those of them that were said, and those that
+    run-ahead said."""
+    drafted: float
+    accepted: float
+    ahead: float
+    missed: float
+    """Passes without drafts since a drafter apart was late."""
+    lost: float
+    """Processes of drafters."""
+    looks: float
+    """Passes after which the KV cache was looked at; then the share of its blocks in use, summed over these, and the
+    greatest."""
+    used: float
+    peak: float
+
+
 class RolloutWorker:
     """Generation engine, and the store of prompts and answers. player: plays episodes in place of single answers.
 
@@ -530,10 +550,7 @@ class RolloutWorker:
 
     @control
     def engine_counts(self) -> tuple[float, ...]:
-        """Return the tokens drawn in decode passes since the last call, those that drafts proposed, those of them that
-        were said, those that run-ahead said, the passes without drafts since a drafter apart was late, the processes
-        of drafters that were lost, the passes after which the KV cache was looked at, and the share of its blocks in
-        use, summed over these and the greatest; 0 on ranks whose engine another rank reports."""
+        """Return ``EngineCounts`` since the last call; 0 on ranks whose engine another rank reports."""
         stats, before = self.engine.stats(), self._counted
         self._counted = (
             *(stats.useful_rows, stats.drafted_tokens, stats.accepted_tokens, stats.ahead_tokens),
