@@ -67,6 +67,8 @@ def test_a_path_into_an_object():
     assert of(record, answer="a.b").answer == "dotted"  # a column of that very name goes first
     message = fails(record, "d.jsonl:8 in reward_model.truth.missing", answer="reward_model.truth")
     assert "'style', 'ground_truth'" in message
+    message = fails(record, "d.jsonl:8 in reward_model.ground_trut.missing", answer="reward_model.ground_trut")
+    assert message.endswith("try data.columns.answer=reward_model.ground_truth")
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ def test_a_field_of_the_record_chooses_the_teacher(tmp_path, models):
     followed, (train, held) = followed_teachers(made, prompts), prompts.split(made.data.holdout)
     assert [("odd", "even")[followed[i]] for i in train.rows] == [records[i]["kind"] for i in train.rows]
     assert (followed[held.rows] == -1).all()
+    nested = PromptSet.of([{**record, "meta": {"kind": record.pop("kind")}} for record in map(dict, records)])
+    assert (followed_teachers(made.replaced("reference", field="meta.kind"), nested) == followed).all()
 
 
 @pytest.mark.parametrize("rollout", [{}, {"staleness": 1}], ids=str)

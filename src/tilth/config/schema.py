@@ -464,7 +464,9 @@ class ReferenceConfig(RoleSection):
         {}, description="flow distill: [several teachers](#teachers) by name, in place of reference.path"
     )
     field: Annotated[str, Fixed("it says which teacher a sample follows")] = Field(
-        "", description="column of a record whose value names its teacher's source; empty: its source in data.mixture"
+        "",
+        description="column of a record, or a path such as meta.kind, whose value names its teacher's source; empty: "
+        "its source in data.mixture",
     )
 
 

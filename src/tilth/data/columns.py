@@ -392,8 +392,12 @@ def _plain(value: Any) -> Any:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def value_of(record: Mapping[str, Any], role: str, name: str, where: str) -> Any:
-    """Return the value of a column, a path or a pattern. role: the key of ``data.columns``, for the hint."""
+def value_of(record: Mapping[str, Any], role: str, name: str, where: str, inside: str = "") -> Any:
+    """Return the value of a column, a path or a pattern.
+
+    role: the key of ``data.columns``, or the full name of another key; inside: the path to the record with a dot behind
+    it, if it is an object in one. Both are for the hint.
+    """
     if name in record:
         return record[name]
     if _PATTERN.search(name):
@@ -401,21 +405,22 @@ def value_of(record: Mapping[str, Any], role: str, name: str, where: str) -> Any
     head, _, rest = name.partition(".")
     inner = record.get(head)
     if rest and isinstance(inner, Mapping):
-        return value_of(inner, role, rest, f"{where} in {head}")
-    raise RecordError.at(f"no column {name!r}; {_column_hint(record, role, name)}", where, key=f"{name}.missing")
+        return value_of(inner, role, rest, f"{where} in {head}", f"{inside}{head}.")
+    hint = _column_hint(record, role, name, inside)
+    raise RecordError.at(f"no column {name!r}; {hint}", where, key=f"{name}.missing")
 
 
-def _column_hint(record: Mapping[str, Any], role: str, name: str) -> str:
+def _column_hint(record: Mapping[str, Any], role: str, name: str, inside: str) -> str:
     """List the columns of a record, and suggest the one that was probably meant."""
     names = [str(column) for column in record]
     if not names:
         return "there is none"
     typed = [(role, near) for near in difflib.get_close_matches(name, names, 1, 0.75)]
     roles = ("prompt", "messages") if role == "prompt" else (role,)
-    usual = [(key, near) for key in roles for near in SYNONYMS[key] if near in names]
+    usual = [(key, near) for key in roles for near in SYNONYMS.get(key, ()) if near in names]
     key, near = next(iter([*typed, *usual]), (role, _pattern_hint(names) if role == "text" else "NAME"))
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-    return f"there is {listed}; try data.columns.{key}={near}"
+    return f"there is {listed}; try {key if '.' in key else f'data.columns.{key}'}={inside}{near}"
 
 
 def _pattern_hint(names: Sequence[str]) -> str:

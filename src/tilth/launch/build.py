@@ -28,6 +28,7 @@ from tilth.core.memory import Room, host_memory
 from tilth.core.random import Stream, stream
 from tilth.data.alignment import Translator
 from tilth.data.cache import CACHE, CacheEntry
+from tilth.data.columns import RecordError, value_of
 from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts, token_lengths
@@ -320,11 +321,10 @@ def followed_teachers(recipe: Recipe, prompts: PromptSet) -> np.ndarray | None:
 
 def _by_field(prompt: Prompt, field: str, owner: Mapping[str, int]) -> int:
     """Return the number of the teacher that a field of a prompt's record names; DataError if none has it."""
-    if field not in prompt.info:
-        have = ", ".join(prompt.info) or "none"
-        message = f"{prompt.name}: reference.field = {field} is no column of the record; it has {have}"
-        raise DataError(message, key="reference.field")
-    value = str(prompt.info[field])
+    try:
+        value = str(value_of(prompt.info, "reference.field", field, prompt.name))
+    except RecordError as error:
+        raise DataError(str(error), key="reference.field") from None
     if value not in owner:
         message = f"{prompt.name}: {field} = {value!r}, and no teacher of reference.teachers has it in its sources"
         raise DataError(f"{message}, which are {', '.join(owner)}", key=f"reference.field.{value}")
