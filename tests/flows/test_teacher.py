@@ -153,11 +153,21 @@ if __name__ == "__main__":
     numbers().save(sys.argv[1])
 
 
-@pytest.mark.parametrize(("step", "lost", "warned"), [(0, 6, 1), (0, 5, 0), (1, 6, 0)])
-def test_a_first_step_of_which_most_cannot_be_aligned_is_told(step, lost, warned):
-    warnings, log = list[tuple[int, str]](), StepLog.__new__(StepLog)
-    log.metrics, log.state, log.say = Metrics(), SimpleNamespace(phase_step=step, step=step), print
-    log.directory = SimpleNamespace(warn=lambda *told: warnings.append(told))
-    log.add_unaligned(lost, 10)
-    assert [(number, text[:7]) for number, text in warnings] == [(1, "6 of 10")] * warned
-    assert log.metrics.values()["reference/unaligned"] == lost / 10
+@pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        ([("", 6, 10)], ["6 of 10"]),
+        ([("", 5, 10), ("", 6, 10)], []),
+        ([("a", 0, 90), ("b", 10, 10), ("b", 10, 10)], ["reference.teachers.b: 10 of 10"]),
+        ([("a", 0, 0), ("a", 6, 10)], ["reference.teachers.a: 6 of 10"]),  # the first step has no row of it
+    ],
+)
+def test_a_teacher_with_which_most_of_its_first_answers_cannot_be_aligned_is_named(steps, warned):
+    warnings, log = list[str](), StepLog.__new__(StepLog)
+    log.metrics, log.state, log.say, log._aligned = Metrics(), SimpleNamespace(step=0), print, set()
+    log.directory = SimpleNamespace(warn=lambda step, text: warnings.append(text))
+    for teacher, lost, tokens in steps:
+        log.add_unaligned(lost, tokens, teacher)
+    assert [text.partition(" tokens")[0] for text in warnings] == warned
+    lost, tokens = (sum(step[i] for step in steps) for i in (1, 2))
+    assert log.metrics.values()["reference/unaligned"] == lost / tokens

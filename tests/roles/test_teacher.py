@@ -2,6 +2,7 @@
 is not learned from."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,9 +161,10 @@ def test_each_row_has_the_log_probs_of_its_own_teacher_and_the_others_compute_no
             for name, model in zip(names, models)
         }
     )
-    followed, metrics = np.array([0, 1, 0], np.int16), Metrics()
+    followed, metrics, told = np.array([0, 1, 0], np.int16), Metrics(), list[tuple[int, int, str]]()
+    log = SimpleNamespace(metrics=metrics, add_unaligned=lambda *counts: told.append(counts))
     teachers = [ChosenTeacher(name, "", "", False) for name in names]
-    found = each_by_its_own(batch, group, teachers, followed, metrics)
+    found = each_by_its_own(batch, group, teachers, followed, log)
     for name in batch.rows:
         np.testing.assert_array_equal(found[name], batch[name], name)
     columns = found.read(worker.store, "tokens", "mask", "old_logprobs", "ref_logprobs")
@@ -181,6 +183,14 @@ def test_each_row_has_the_log_probs_of_its_own_teacher_and_the_others_compute_no
         if counts[name]:
             assert values[f"reference/kl/{name}"] == pytest.approx(gaps[name] / counts[name], abs=1e-5)
             assert values[f"reference/unaligned/{name}"] == 0
+    assert not told
+    aligned = [teachers[0], teachers[1]._replace(aligns=True)]
+    group.aligned = lambda part, theirs, name: TeachersWorker.aligned(group, part, theirs, name).with_rows(
+        unaligned=np.ones(len(part), np.int32)
+    )
+    each_by_its_own(batch, group, aligned, followed, log)
+    tokens = [int(batch["completion"][mine == number].sum()) for number in (0, 1)]
+    assert told == [(0, tokens[0], "a"), ((mine == 1).sum(), tokens[1], "b")]
 
 
 def test_a_batch_without_rows_has_the_columns_of_a_teacher():
@@ -188,5 +198,5 @@ def test_a_batch_without_rows_has_the_columns_of_a_teacher():
     batch = worker.logprobs(small.experience(worker)).select(np.zeros(0, np.int64))
     group = TeachersWorker({"a": reference(worker)})
     teachers = [ChosenTeacher("a", "", "", False)]
-    found = each_by_its_own(batch, group, teachers, np.zeros(99, np.int16), Metrics())
+    found = each_by_its_own(batch, group, teachers, np.zeros(99, np.int16), SimpleNamespace(metrics=Metrics()))
     assert len(found) == 0 and "ref_logprobs" in found.payload

@@ -296,10 +296,7 @@ class Run:
         self.progress.at("computing log-probs")
         if reference is not None and self._followed is not None:
             batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)
-            batch = each_by_its_own(batch, reference, self.recipe.teachers, self._followed, self.metrics)
-            if self.recipe.aligns:
-                self.log.add_unaligned(int(batch[UNALIGNED].sum()), int(batch["completion"].sum()))
-            return batch
+            return each_by_its_own(batch, reference, self.recipe.teachers, self._followed, self.log)
         teacher = reference if self.recipe.aligns else None
         theirs = None if teacher is None else teacher.translated(batch)  # beside the policy's pass, in its own pool
         if "logprobs" in needed:

@@ -53,6 +53,8 @@ class StepLog:
         self.learned: Batch | None = None
         """Rows of the running step that the policy is updated with."""
         self._spikes, self._roles = [SpikeRule(name) for name in WATCHED[recipe.flow_spec.samples]], roles
+        self._aligned = set[str]()
+        """Teachers with other tokens that have been asked."""
         self._pending: list[tuple[Mapping[str, Metric], bool]] = []
         self._updates: list[Mapping[str, Metric]] = []
         self.updated: Callable[[dict[str, float]], None] = lambda metrics: None
@@ -100,12 +102,16 @@ class StepLog:
             self.directory.warn(self.state.step + 1, text)
             self.say(f"step {self.state.step + 1}: {text}")
 
-    def add_unaligned(self, lost: int, tokens: int) -> None:
-        """Count tokens of answers that cannot be aligned with a teacher's; warn if they are most of a first step's."""
+    def add_unaligned(self, lost: int, tokens: int, teacher: str = "") -> None:
+        """Count tokens of answers that cannot be aligned with a teacher's; warn if they are most of the first ones that
+        it is asked about. teacher: its name, where there are several."""
         self.metrics.add_sum("reference/unaligned", lost, tokens)
-        if self.state.phase_step == 0 and 2 * lost > tokens:
-            text = f"{lost} of {tokens} tokens of the answers cannot be written in the teacher's tokens, or not aligned"
-            self._warn(f"{text} with them, so nothing is learned from them; the tokenizers are too different")
+        first = tokens > 0 and teacher not in self._aligned
+        self._aligned.update([teacher] * first)
+        if first and 2 * lost > tokens:
+            named = f"reference.teachers.{teacher}: " if teacher else ""
+            text = f"{named}{lost} of {tokens} tokens of the answers cannot be written in the teacher's tokens, or not"
+            self._warn(f"{text} aligned with them, so nothing is learned from them; the tokenizers are too different")
 
     def adapt_weights(self) -> None:
         """Adapt the weights of KL penalty and entropy bonus that follow a target, from the updates of this step."""
