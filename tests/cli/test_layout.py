@@ -18,6 +18,7 @@ from tilth.plan.layout import place
 from tilth.plan.shape import parameters
 
 FOUR = ["cluster.backend=local", "cluster.workers=4", "optimizer.name=adamw"]
+GRPO = ["flow=grpo", "reference.path=", "rollout.group=2"]
 BOTH = ["policy.layout.fsdp=2", "policy.layout.tp=2"]
 SMALL = ["data.digits=1"]
 
@@ -155,6 +156,26 @@ def test_pre_training_on_characters_counts_those_of_the_documents(tmp_path):
     (tmp_path / "t.txt").write_text("abcabc")
     recipe = load_recipe("pretrain", [f"data.source={tmp_path / 't.txt'}", "data.tokenizer=", "data.holdout=0.0"])
     assert look(recipe).shape.vocab_size == Tokenizer.characters("abc").vocab_size
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scored"),
+    [
+        ([], False),
+        (["reward.function=exact"], True),
+        ([*GRPO, "rollout.environment=word-game"], False),  # which gives the reward
+        ([*GRPO, "judge.path=RUN", 'judge.rubric="{completion}"'], False),
+    ],
+    ids=str,
+)
+def test_only_a_reward_function_has_a_role_reward(tmp_path, overrides, scored):
+    model, there = tiny.decoder(tiny.shape("qwen2")), str(tmp_path / "teacher")
+    save_pretrained(there, model.config, dict(model.named_parameters()), tokenizer=Tokenizer.characters("abc"))
+    (tmp_path / "t.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n' * 4)
+    named = [f"data.source={tmp_path / 't.jsonl'}", f"reference.path={there}", "data.tokenizer="]
+    plan = as_json("distill", *named, "model.context=32", *(text.replace("RUN", there) for text in overrides))
+    assert ("reward" in plan["roles"]) is scored
+    assert {seat["role"] for rank in plan["ranks"] for seat in rank["roles"]} == set(plan["roles"])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ layouts with the shortest predicted step, beside the runner-up."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count, groupby
 from typing import Any
@@ -29,6 +29,7 @@ from tilth.launch.planning import (
     searched,
     with_found_layouts,
 )
+from tilth.launch.rewards import has_function
 from tilth.plan.fit import MemoryUse, places
 from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place
 from tilth.plan.mapping import PoolChoice, RoleMapping
@@ -100,6 +101,9 @@ def look(recipe: Recipe) -> Plan:
     workers, (host, gpus) = predicted(here), rooms(here)
     refused, told = judged(here, longest, predicted, host, gpus)
     told = [f"it cannot run here: {refused}"] if refused else told
+    if not has_function(recipe):
+        placed.pop("reward", None)
+        workers = [replace(one, seats=tuple(seat for seat in one.seats if seat.role in placed)) for one in workers]
     talks, found = traffic(recipe, shape, longest, generates=generates), places(here, workers, host, gpus)
     return Plan(recipe, shape, longest, vocabulary, placed, workers, talks, found, told)
 

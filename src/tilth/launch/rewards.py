@@ -40,6 +40,13 @@ def chosen_reward(recipe: Recipe, prompts: object = None, given: Spec | None = N
     return function or (None if silent else _no_reward(recipe, prompts))
 
 
+def has_function(recipe: Recipe) -> bool:
+    """Return True if a reward function of the recipe, or its task's, scores answers, in a role of its own."""
+    if recipe.rollout.environment or recipe.reward.function:
+        return not recipe.rollout.environment
+    return bool(task_name(recipe)) and not (recipe.reward.model or recipe.grades)
+
+
 def is_unscored(recipe: Recipe) -> bool:
     """Return True if a run without a reward function samples answers that nothing else scores."""
     return recipe.flow_spec.samples and not recipe.scores
