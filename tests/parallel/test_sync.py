@@ -175,6 +175,21 @@ def test_codes_of_a_plugin_may_have_a_dtype_for_each_length():
     assert torch.equal(round_trip(Narrow(), row, [4, 16]), row)
 
 
+def test_forms_of_codes_are_learned_on_the_device_of_gradients():
+    seen = []
+
+    class Seen(Narrow):
+        def encode(self, x, random):
+            seen.append(x.device.type)
+            return super().encode(x, random)
+
+    reducer = CompressedReducer(Seen(), feedback=False)
+    reducer.bind(None, {}, {}, (), {"a": torch.zeros(1, device="meta")})
+    coder, pieces = reducer._gradients, [GradientPiece("a", (slice(0, 16),), 16)]
+    coder.names = frozenset({"a"})
+    assert coder.length(pieces, torch.float32) == 4 + 64 and seen == ["meta"]
+
+
 @pytest.mark.parametrize(("feedback", "learned", "sent"), [(True, True, 1.0), (False, True, 0.0), (True, False, 0.0)])
 def test_a_small_gradient_is_sent_in_time_by_feedback(feedback, learned, sent):
     """The greatest of two values travels: noise of no mean each step, so that the small one never would."""

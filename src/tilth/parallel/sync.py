@@ -60,8 +60,8 @@ class Coder:
         multiplied by its delta."""
         self.compressor, self.seed, self.way, self.feedback = compressor, seed, way, feedback
         self._shrinks = shrinks and feedback and compressor.unbiased
-        self.names = frozenset[str]()
-        """Parameters whose pieces are compressed; others travel as they are."""
+        self.names, self.device = frozenset[str](), torch.device("cpu")
+        """Parameters whose pieces are compressed, others travel as they are; where they are."""
         self.left, self._after = dict[str, Tensor](), dict[str, Tensor]()
         """What earlier steps left out of a tensor, or of this rank's piece of it; after this step, if it is learned."""
         self.step = 0
@@ -201,7 +201,7 @@ class Coder:
         return CodedRuns(found, counts)
 
     def _form_of(self, count: int) -> CodeForm:
-        code = self.compressor.encode(torch.zeros(count), stream(0, "form"))
+        code = self.compressor.encode(torch.zeros(count, device=self.device), stream(0, "form"))
         return CodeForm(code.numel(), code.dtype, self.compressor.delta(count) if self._shrinks else 1.0)
 
     def _uneven(self, code: Tensor, form: CodeForm) -> PluginError:
@@ -255,7 +255,7 @@ class CompressedReducer(GradientReducer):
         self._grid = grid
         names = [name for name, own in given.items() if is_coded(own, rule_of(table, name), self.smallest)]
         for coder in self._coders:
-            coder.names = frozenset(names)
+            coder.names, coder.device = frozenset(names), next((part.device for part in own.values()), coder.device)
             for name in names if coder.feedback else ():
                 layout = given[name] if coder.way == GIVEN else updates[name]
                 self._layouts[coder.way + name] = by_rank(layout) if coder.way == GIVEN else layout
