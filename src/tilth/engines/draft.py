@@ -46,13 +46,13 @@ def price(rows: int, free: int, guess: float = 0.0) -> float:
     return rows * (1 + guess) / (rows + free)
 
 
-def prices(config: DecoderConfig, device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[int], float]:
+def prices(config: DecoderConfig, device: torch.device, free: int, seconds: float) -> Callable[[int], float]:
     """Return ``price`` by the rows of a pass of this model, whose size says how long a position takes in a full one.
 
-    seconds: that a guess takes."""
+    free: as of ``free_positions``; seconds: that a guess takes."""
     products = token_flops(config, 1).forward / RATE.get(device.type, RATE_ELSEWHERE)
     position = (config.num_layers + 1) * LAYER.get(device.type, 0.0) + products
-    return partial(price, free=free_positions(device, dtype), guess=seconds / position)
+    return partial(price, free=free, guess=seconds / position)
 
 
 def free_positions(device: torch.device, dtype: torch.dtype) -> int:

@@ -117,7 +117,7 @@ class Engine(GenerationEngine):
         make = self._drafter or partial(SuffixDrafter, draft.depth, branches=self._branches)
         drafter = ApartDrafter(make, self.stats) if draft.apart else make()
         free = free_positions(self.device, self.dtype)
-        least = prices(self.config, self.device, self.dtype, drafter.seconds)
+        least = prices(self.config, self.device, free, drafter.seconds)
         self._speculation = Speculation(drafter, draft.tokens, most, self._blocks, least, self.seed)
         self._ahead = RunAhead(drafter, self._blocks, free, self._max_rows, draft.tokens, most)
 
