@@ -388,7 +388,7 @@ def role(
             mesh,
             memory,
             trains=trains,
-            loads=f"roles.{name}.path" if loads else "",
+            loads=(f"roles.{name}.path",) if loads else (),
             receives=receives,
             values=values,
         )

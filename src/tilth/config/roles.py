@@ -39,10 +39,8 @@ class RoleSpec:
     """Returns the role whose pool it shares; None: it has its own section."""
     trains: bool = False
     """True: it has gradients, and a checkpoint holds its state."""
-    loads: str = ""
-    """Key with the path of the frozen model that it loads."""
-    table: str = ""
-    """Key of a table of further frozen models, each with a ``path``."""
+    loads: tuple[str, ...] = ()
+    """Keys of the frozen models that it loads: with a path, or a table of models by name, each with a ``path``."""
     receives: Receives = ""
     """When it receives the policy's weights: at the start of a phase (once, if it trains), or after each step."""
     generates: bool = False
@@ -84,11 +82,12 @@ class RoleSpec:
 
     def paths(self, recipe: "Recipe") -> dict[str, str]:
         """Return key -> path of each model that it loads."""
-        section, _, name = self.loads.rpartition(".")
-        found = {self.loads: str(getattr(recipe.section(section), name))} if name else {}
-        section, _, name = self.table.rpartition(".")
-        table = getattr(recipe.section(section), name) if name else {}
-        found |= {f"{self.table}.{each}.path": str(entry.path) for each, entry in table.items()}
+        found = dict[str, str]()
+        for key in self.loads:
+            section, _, name = key.rpartition(".")
+            value = getattr(recipe.section(section), name)
+            named = {f"{key}.{each}.path": one.path for each, one in value.items()} if isinstance(value, dict) else {}
+            found |= named or {key: str(value or "")}
         return {key: path for key, path in found.items() if path}
 
 
@@ -114,8 +113,7 @@ _SHIPPED = (
         "reference",
         lambda r: r.refers,
         "layout",
-        loads="reference.path",
-        table="reference.teachers",
+        loads=("reference.path", "reference.teachers"),
         receives="phase",
     ),
     _shipped("critic", lambda r: r.flow_spec.critic, "layout", trains=True, receives="phase", values=True),
@@ -123,10 +121,10 @@ _SHIPPED = (
         "reward_model",
         lambda r: r.flow_spec.samples and bool(r.reward.model),
         "layout",
-        loads="reward.model",
+        loads=("reward.model",),
         values=True,
     ),
-    _shipped("judge", lambda r: r.flow_spec.judge or r.grades, **_ENGINE, loads="judge.path"),
+    _shipped("judge", lambda r: r.flow_spec.judge or r.grades, **_ENGINE, loads=("judge.path",)),
     _shipped("rollout", _generated, **_ENGINE, receives="step", generates=True, label="rollout engine"),
     _shipped("loader", lambda r: True, section=_home, less="supervised.batch or rollout.prompts"),
     _shipped("reward", _generated, generates=True, less="reward.workers"),

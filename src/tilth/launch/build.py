@@ -379,15 +379,14 @@ def _check_context(recipe: Recipe, config: DecoderConfig, model: str, *, key: st
 
 def rooted(recipe: Recipe) -> Recipe:
     """Return the recipe with absolute paths of files that workers read from other working directories."""
-    for key in ("model.path", *(spec.loads for spec in ROLES.values() if spec.loads)):
+    for key in ("model.path", *(key for spec in ROLES.values() for key in spec.loads)):
         name, _, last = key.rpartition(".")
-        if path := getattr(recipe.section(name), last):
-            recipe = recipe.replaced(name, **{last: _rooted(path)})
-    if recipe.reference.teachers:
-        rooted_ones = {
-            name: one.model_copy(update={"path": _rooted(one.path)}) for name, one in recipe.reference.teachers.items()
-        }
-        recipe = recipe.replaced("reference", teachers=rooted_ones)
+        found = getattr(recipe.section(name), last)
+        if isinstance(found, dict):
+            each = {which: one.model_copy(update={"path": _rooted(one.path)}) for which, one in found.items()}
+            recipe = recipe.replaced(name, **{last: each})
+        elif found:
+            recipe = recipe.replaced(name, **{last: _rooted(found)})
     if draft := recipe.rollout.draft.path:
         update = {"path": _rooted(draft)}
         recipe = recipe.replaced("rollout", draft=recipe.rollout.draft.model_copy(update=update))

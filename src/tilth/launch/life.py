@@ -550,7 +550,7 @@ def _announce(run: Run, parts: RunParts) -> None:
         lines.append(f"its checkpoints stay where they are, in {directory.checkpoints}")
     if directory.checkpoints.startswith("memory://"):
         lines.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
-    loaded = [(key, s.label if key == s.loads else key) for s in ROLES.values() for key in s.paths(run.recipe)]
+    loaded = [(key, s.label if key in s.loads else key) for s in ROLES.values() for key in s.paths(run.recipe)]
     lines += [f"{label}: {directory.inputs[key]}" for key, label in loaded if key in directory.inputs]
     for line in lines:
         run.say(line)
