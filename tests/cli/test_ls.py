@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -55,6 +56,18 @@ def test_each_run_with_how_it_stands(runs):
     assert (done["step"], done["metric"], done["value"]) == (shown["steps"], "reward", shown["reward_heldout_last"])
     assert rows["failed"]["error"] == "out of luck" and "run.json" in rows["torn"]["error"]
     assert all(row["age"] > 1e8 for row in rows.values())
+
+
+def test_a_run_in_a_long_step_gave_its_last_sign_of_life_then(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs / "done", tmp_path / "long")
+    state = json.loads((tmp_path / "long" / "run.json").read_text())
+    here = {"state": "running", "pid": os.getpid(), "pid_started": psutil.Process().create_time()}
+    (tmp_path / "long" / "run.json").write_text(json.dumps(state | here | {"host": os.uname().nodename}))
+    for file in (tmp_path / "long").glob("*.json*"):
+        os.utime(file, (1e9, 1e9))
+    monkeypatch.setattr("tilth.ui.top.living", lambda state: [{"heartbeat_age": 3.0}])
+    (row,) = json.loads(call(tmp_path, "--json").stdout)
+    assert row["state"] == "running" and 3.0 <= row["age"] < 1e6
 
 
 def test_for_people(runs):

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
+from tilth.cluster.backends.session_dir import SessionDir
 from tilth.core.errors import DataError
 from tilth.core.write_queue import settle
 from tilth.data.cache import FileState, file_state
@@ -222,17 +223,29 @@ def sign_of(row: Mapping[str, Any]) -> tuple[bool, str]:
     return late, ": ".join(dict.fromkeys(doing)) or "between calls"
 
 
-def sign_age(run: Path, state: Mapping[str, Any]) -> float | None:
+def sign_age(run: Path, state: Mapping[str, Any], kept: KeptFiles | None = None) -> float | None:
     """Return the seconds since a running run gave a sign of life: a heartbeat of a rank, or a note of what it does.
 
-    None: none can be read here.
+    kept: files that were read before. None: the run does not run, or no sign can be read here.
     """
-    if state["state"] != "running":
+    if state.get("state") != "running":
         return None
-    ages = [row["heartbeat_age"] for row in living(state) if row.get("heartbeat_age") is not None]
+    if kept is None or not isinstance(state.get("session"), str):
+        beat = _last_beat(state)
+    else:
+        beat = kept.of(str(SessionDir(Path(state["session"])).health), lambda _: _last_beat(state))
+        if beat is not None and time.time() - beat > LATE:  # a controller that is stopped writes no health
+            beat = _last_beat(state)
+    signs = [] if beat is None else [beat]
     with suppress(OSError):
-        ages.append(max(time.time() - (run / PROGRESS).stat().st_mtime, 0.0))
-    return min(ages, default=None)
+        signs.append((run / PROGRESS).stat().st_mtime)
+    return max(time.time() - max(signs), 0.0) if signs else None
+
+
+def _last_beat(state: Mapping[str, Any]) -> float | None:
+    """Return when a rank of a run gave its newest heartbeat, in seconds since 1970."""
+    ages = [row["heartbeat_age"] for row in living(state) if row.get("heartbeat_age") is not None]
+    return time.time() - min(ages) if ages else None
 
 
 def last_line(path: Path) -> str:

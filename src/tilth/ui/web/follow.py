@@ -19,6 +19,7 @@ from tilth.core.errors import DataError, TilthError, parsing
 from tilth.data.cache import FileState, file_state
 from tilth.runs.files import flattened
 from tilth.runs.readers import present, stored_state, summarise
+from tilth.ui.listing import SIGNS
 from tilth.ui.top import KeptFiles, Look, RunWatcher
 from tilth.ui.web.metric_table import RECENT, MetricTable, Record
 
@@ -39,7 +40,7 @@ KEPT = 160 << 20
 """Bytes of metrics in memory, besides those of the newest run; others are read again where they are asked for."""
 MARKS = ("run.json", "metrics.jsonl", "recipe.toml", "log.txt")
 """Files of which a folder with any is a run, broken or not."""
-WRITTEN = ("run.json", "metrics.jsonl", "recoveries.jsonl", "warnings.jsonl", "updates", "")
+WRITTEN = (*SIGNS, "recoveries.jsonl", "warnings.jsonl", "updates", "")
 """Files of a run that its summary depends on; the folder itself changes where a link is made in it."""
 FOLDERS = ("", "trajectories", "events", "model", "updates")
 """Folders of a run that a page reads."""

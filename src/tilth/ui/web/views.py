@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,12 @@ from tilth.runs.readers import ACCURACY, REWARD, present, read_recoveries
 from tilth.ui import format
 from tilth.ui.charts import CATALOGUE, DULL_AT_ZERO, MEMORY, Chart, Line, extremes, members
 from tilth.ui.html import render
-from tilth.ui.listing import METRICS, Row, measured, row_of
+from tilth.ui.listing import METRICS, SIGNS, Row, age_of, measured, newest_write, row_of
 from tilth.ui.report import findings, memory_card, planned, spent_steps, workers_of
 from tilth.ui.result import headline
 from tilth.ui.samples import prompt_of, sample
 from tilth.ui.tokens import COLOURINGS, numbers, pieces_of
-from tilth.ui.top import Look, sign_age
+from tilth.ui.top import KeptFiles, Look
 from tilth.ui.web.follow import FollowedRun, RunsFolder, written
 from tilth.ui.web.metric_table import MetricTable
 from tilth.ui.web.search import PAGE, Wanted, group_of, newest_step, search
@@ -67,16 +68,19 @@ class RunList:
         self._runs = runs
         self._rows: dict[str, tuple[tuple[FileState, ...], Row, Row]] = {}
         """Name -> what was written, run.json if its process may end, the row."""
+        self._health: dict[str, KeptFiles] = {}
         self._reader = threading.Lock()
 
     def page(self, words: str, state: str, tag: str, page: int) -> Row:
         """Return the rows that match, the newest first, of this page or the last, and how many are still to be read."""
         late, rows, unread = time.monotonic() + PATIENT, [], []
         found = [(name, path, written(path)) for name, path in self._runs.paths().items()]
-        for name, path, files in sorted(found, key=lambda one: -_newest(one[2])):
+        for name, path, files in sorted(found, key=lambda one: -newest_write(one[2][: len(SIGNS)])):
             row = self._row(name, path, files, time.monotonic() > late)
-            sign = sign_age(path, known[1]) if (known := self._rows.get(name)) and known[1] else None
-            rows.append(row | {"age": min(max(time.time() - _newest(files), 0.0), math.inf if sign is None else sign)})
+            running = self._rows[name][1] if name in self._rows else {}
+            if running and name not in self._health:
+                self._health[name] = KeptFiles(path)
+            rows.append(row | {"age": age_of(path, files[: len(SIGNS)], running, self._health.get(name))})
             unread += [(name, path)] if row["state"] == "reading" else []
         if unread and self._reader.acquire(blocking=False):
             threading.Thread(target=self._read, args=(unread,), name="run-list", daemon=True).start()
@@ -117,11 +121,6 @@ class RunList:
         if not behind:
             self._rows[name] = files, state if row["state"] == "running" else {}, row
         return row
-
-
-def _newest(files: tuple[FileState, ...]) -> float:
-    """Return when run.json or the metrics were written, in seconds since 1970; 0: there are none."""
-    return max((file[-1] for file in files[:2] if file), default=0) / 1e9
 
 
 def _as_then(run: Path, state: Row) -> bool:
@@ -341,6 +340,10 @@ def marks_of(run: FollowedRun, axis: str) -> list[Row]:
 def trajectories_page(run: FollowedRun, wanted: Wanted) -> Row:
     """Return a page of trajectories, and the newest steps that have some."""
     found = search(run.path, wanted)
+    last = max(-(-found.total // PAGE) - 1, 0)
+    if wanted.page > last:
+        wanted = replace(wanted, page=last)
+        found = search(run.path, wanted)
     return {
         "rows": [row | {"kind": format.verdict(row)} for row in found.rows], "total": found.total,
         "notes": found.notes, "wanted": wanted, "pages": -(-found.total // PAGE), "newest": newest_step(run.path),
