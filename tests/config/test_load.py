@@ -576,6 +576,20 @@ def test_an_entry_of_a_table_is_named_with_what_would_be_right():
     assert problem("reward.function=[1]") == "reward.function = [1] is not text or a table"
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("schedule={0=nan}", "schedule.0 = nan is not a number of at least 0"),
+        ("schedule={0=1.0, 5=-1.0}", "schedule.5 = -1.0 is not a number of at least 0"),
+        ("schedule={five=1.0}", "schedule has the key 'five', which is no number from 0 on"),
+        ("schedule=3", "schedule = 3 is not a table"),
+        ("columns={prompt=3}", "columns.prompt = 3 is not text"),
+    ],
+)
+def test_an_entry_of_a_table_of_a_source_is_named_too(entry, message):
+    assert problem(f'data.mixture=[{{name="a", source="addition", {entry}}}]') == f"data.mixture.0.{message}"
+
+
 @pytest.mark.parametrize("flow", ["sft", "pretrain"])
 def test_a_supervised_flow_without_steps_or_epochs_trains_nothing(flow):
     assert f"flow = {flow}" in problem(f"flow={flow}", "supervised.steps=0")

@@ -412,7 +412,8 @@ def _explain(error: ValidationError) -> RecipeError:
     dotted, value = ".".join(map(str, place)), problem["input"]
     name = ".".join(map(str, place[: 1 + (place[0] in sections())]))
     if len(place) > 3 and (kind := listed(keys().get(name))):
-        dotted = ".".join(map(str, place[:4]))
+        entry = [one for one in place[4:5] if isinstance(one, str)]  # of a table
+        dotted = ".".join(map(str, [*place[:4], *entry]))
         message = _explain_listed(dotted, entries_of(kind, f"{name}.{place[2]}."), problem)
     elif problem["type"] == "extra_forbidden":
         message = _explain_unknown(dotted, value)
@@ -436,8 +437,10 @@ def _explain_value(key: Key, problem: Any) -> str:
 
 def _explain_entry(key: Key, name: str, problem: Any) -> str:
     """Explain the problem of one entry of a table."""
+    entry = name.removeprefix(f"{key.name}.")
+    if problem["loc"][-1] == "[key]" and problem["type"] == "string_pattern_mismatch":
+        return f"{key.name} has the key {entry!r}, which is no number from 0 on"
     if problem["type"] == "literal_error" and find(name) is None:
-        entry = name.removeprefix(f"{key.name}.")
         return f"{key.name} has no key {entry}; there are {', '.join(get_args(get_args(key.field.annotation)[0]))}"
     return _explain_value(find(name) or table_entry(key, name), problem)
 
@@ -445,6 +448,8 @@ def _explain_entry(key: Key, name: str, problem: Any) -> str:
 def _explain_listed(name: str, own: Sequence[Key], problem: Any) -> str:
     """Explain the problem of a key in one of a list of tables."""
     known = {key.name: key for key in own}
+    if (table := name.rpartition(".")[0]) in known:
+        return _explain_entry(known[table], name, problem)
     return _explain_value(known[name], problem) if name in known else f"unknown key {name}; {nearest(name, known)}"
 
 
