@@ -96,6 +96,12 @@ def test_packing_is_that_of_the_trainer(talks):
     assert found.packing.padding == pytest.approx(1 - total / (3 * whole.most))
 
 
+def test_a_row_longer_than_the_room_fills_a_micro_batch(talks):
+    room = look(sft(talks), 0).lengths["example"].least - 1
+    found = look(sft(talks, supervised={"steps": 1, "batch": 3}, train={"micro_tokens": room}), 0)
+    assert found.packing.micro_batches == 3 and found.packing.fill == 1
+
+
 def long_and_short(tmp_path, count=64, **sections):
     """One record in eight is 20 times as long as the others."""
     rows = [{"prompt": "a", "answer": "b" * (300 if i % 8 == 0 else 15)} for i in range(count)]

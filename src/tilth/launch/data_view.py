@@ -74,8 +74,8 @@ class MixtureShare:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Batches of some steps, packed. rows: mean of a step; fill: tokens over room; padding: its share if rows were
-    padded instead."""
+    """Batches of some steps, packed. rows: mean of a step; fill: tokens over room, of a longer row its length; padding:
+    its share if rows were padded instead."""
 
     rows: int
     micro_batches: float
@@ -410,11 +410,11 @@ def _pack(recipe: Recipe, view: View, steps: Sequence[np.ndarray], shape: Shape)
     if recipe.data.packing == "none":
         return
     room = recipe.train.micro_tokens
-    made = sum(len(micro_batches(step, room)) for step in steps)
-    tokens = sum(int(step.sum()) for step in steps)
+    sizes = [int(step[rows].sum()) for step in steps for rows in micro_batches(step, room)]
+    made, tokens, rooms = len(sizes), sum(sizes), sum(max(size, room) for size in sizes)
     padded = sum(len(step) * int(step.max()) for step in steps)
     rows = round(sum(map(len, steps)) / len(steps))
-    view.packing = PackingReport(rows, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
+    view.packing = PackingReport(rows, made / len(steps), room, tokens / rooms, 1 - tokens / padded)
     try:
         view.balance = balance_report(recipe, shape(), steps)
     except RecipeError as error:  # a device without published rates; or what stops the run for another reason
