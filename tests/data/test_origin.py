@@ -172,6 +172,7 @@ def test_errors_of_a_source_have_its_own_keys(tmp_path):
     with raises(DataError, "d.jsonl") as caught:
         load_source(mixed("", {"name": "web", "source": file, "on_error": "skip"}))
     assert "data.mixture.web = " in str(caught.value)
+    assert "try data.mixture.web.columns.prompt=question" in str(caught.value)
 
 
 def test_records_are_transformed_anew_when_a_module_beside_the_plugin_changes(tmp_path, letters, monkeypatch):

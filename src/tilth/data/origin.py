@@ -126,9 +126,9 @@ class RecordOrigin:
                     continue
                 found = self.prompt(record, where, sample, make, len(material.samples))
             except (DataError, PluginError) as error:
+                if self.data.mixture:  # whose sources have columns of their own
+                    error.args = (str(error).replace("data.columns.", f"{self.key}.columns."),)
                 if self.part.on_error == "stop":
-                    if self.data.mixture:  # whose sources have columns of their own
-                        error.args = (str(error).replace("data.columns.", f"{self.key}.columns."),)
                     raise
                 material.left["errors"] += 1
                 material.left.setdefault(f"first: {error}", 0)
