@@ -27,7 +27,9 @@ def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
 
 
 def _powers(base: float | Tensor, dim: int) -> Tensor:
-    return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    """Return powers of the base by pair of dimensions, on the CPU: models are made on the meta device, for which
+    ``arange`` imports torch.compile."""
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
 
 
 def _llama3(plain: Tensor, scaling: dict) -> Tensor:
@@ -46,7 +48,7 @@ def _yarn(config: DecoderConfig, scaling: dict) -> tuple[Tensor, float]:
     factor, dim = scaling["factor"], config.rope_dim
     powers = _powers(config.rope_theta, dim)
     low, high = _yarn_range(config, scaling)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device=powers.device) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     return (1.0 / (factor * powers)) * (1 - keep) + (1.0 / powers) * keep, _yarn_attention(factor, scaling)
 

@@ -69,8 +69,7 @@ def prepare(*, wait: bool = True) -> None:
     except (ImportError, OSError, ValueError, subprocess.SubprocessError) as trouble:
         _tried = True
         why = [*(getattr(trouble, "stderr", None) or str(trouble)).strip().splitlines(), type(trouble).__name__][0]
-        text = f"({why}), so torch's functions compute, few rows with train.parity in blocks of 4 to 16"
-        print(f"tilth: the kernels for CPUs cannot be built {text}", file=sys.stderr)
+        print(f"tilth: {_without(why)}", file=sys.stderr)
         return
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
     for name, arguments in ARGUMENTS.items():
@@ -78,6 +77,20 @@ def prepare(*, wait: bool = True) -> None:
     _library, _tried = found, True
     for forget in WHEN_LOADED:
         forget()
+
+
+def missing() -> str:
+    """Return a sentence on what this machine lacks to build the kernels; "" if it has it, or they are there."""
+    try:
+        _library_file()
+    except (OSError, ValueError) as trouble:
+        return _without(str(trouble))
+    return ""
+
+
+def _without(why: str) -> str:
+    text = "so torch's functions compute, few rows with train.parity in blocks of 4 to 16"
+    return f"the kernels for CPUs cannot be built ({why}), {text}"
 
 
 def ready() -> bool:
@@ -134,25 +147,36 @@ class _Build:
 
 
 def _built(wait: bool) -> Path | None:
-    """Return the path of the built library, in torch's folder of extensions; None: it is being built. Raises
-    ValueError, OSError or SubprocessError."""
+    """Return the path of the built library; None: it is being built. Raises ValueError, OSError or
+    SubprocessError."""
     global _build
     if _build is not None and _build.owner == os.getpid():
         return _build.built if _build.done(wait) else None  # and no look at the compiler
-    from torch.utils.cpp_extension import get_cxx_compiler, get_default_build_root
+    built, command = _library_file()
+    if not built.exists():
+        _build = _Build(command, built, wait)
+        return built if _build.done(wait) else None
+    return built
 
+
+def _library_file() -> tuple[Path, list[str]]:
+    """Return where the library of this machine belongs, in torch's folder of extensions, and the command that builds
+    it there. ValueError: this machine cannot build it; FileNotFoundError: it has no compiler, and no library.
+
+    torch.utils.cpp_extension would import setuptools to say where and by what.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in FLAGS or platform.system() == "Windows":
         raise ValueError(f"it needs AVX2 or AVX-512 and no Windows, here are {capability} and {platform.system()}")
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", *FLAGS[capability]]
-    compiler, source = get_cxx_compiler(), b"".join(path.read_bytes() for path in SOURCES)
+    compiler, source = os.environ.get("CXX", "c++"), b"".join(path.read_bytes() for path in SOURCES)
     digest = f"{zlib.crc32(source + ' '.join([compiler, *flags]).encode()):08x}"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    built = root / f"tilth_row_product_{digest}.so"
-    if not built.exists():
-        _build = _Build([*shlex.split(compiler), *flags, *map(str, SOURCES)], built, wait)  # CXX="ccache g++"
-        return built if _build.done(wait) else None
-    return built
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / f"tilth_row_product_{digest}.so"
+    words = shlex.split(compiler)  # CXX="ccache g++"
+    if not built.exists() and not (words and shutil.which(words[0])):
+        raise FileNotFoundError(f"there is no C++ compiler {compiler}: install g++, or set CXX")
+    return built, [*words, *flags, *map(str, SOURCES)]
 
 
 def orders(out: int, width: int) -> Iterator[int]:

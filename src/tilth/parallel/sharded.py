@@ -51,6 +51,19 @@ WHOLE = 64 * 2**20
 """Bytes of whole tensors that are assembled at a time."""
 
 
+def _allocate(model: nn.Module, device: str) -> None:
+    """Give the parameters of a model on the meta device memory.
+
+    ``Module.to_empty`` does so by ``empty_like``, which imports sympy for them: 500 modules.
+    """
+    tensors = model.state_dict()
+    if any(map(is_dtensor, tensors.values())):
+        model.to_empty(device=device)
+        return
+    empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in tensors.items()}
+    model.load_state_dict(empty, assign=True)
+
+
 def shard(
     build: Callable[[], Decoder],
     grid: ParallelDims,
@@ -96,7 +109,7 @@ def shard(
     for part in parts:
         part.model.rope = Rope(part.model.config)
         part.divide()
-        part.model.to_empty(device=device)
+        _allocate(part.model, device)
     for part, theirs in zip(parts, base.parts if base else ()):
         own = {name: p.detach() for name, p in theirs.named_parameters()}
         part.model.load_state_dict(own, strict=False, assign=True)

@@ -25,7 +25,7 @@ from tilth.core.layout import Layout, Shard
 from tilth.parallel.sharded import ShardedModel, buckets, squares_of
 from tilth.parallel.zero import UpdateShards
 from tilth.plan.rules import ENCODERS, Table, rule_of
-from tilth.training.optimizers import Squares, decay_groups
+from tilth.training.optimizers import AdamW, EagerOptimizer, Squares, decay_groups
 
 NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
 """Iterations, and coefficients of the quintic polynomial, of Muon (Jordan et al., 2024), as torch has them."""
@@ -35,7 +35,7 @@ Shards = ShardedModel | UpdateShards | None
 """What parameters of an optimizer are parts of; None: they are whole."""
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(EagerOptimizer):
     """Optimizer that computes the change of a matrix from the whole of it, on matrices or this rank's parts of them.
 
     State stays divided; whole matrices are assembled bucket by bucket, those of experts each for itself. Every rank
@@ -207,7 +207,7 @@ class Optimizers:
 
     def _adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         groups = decay_groups(parameters, self.table, self.section.weight_decay)
-        return torch.optim.AdamW(groups, lr=self.section.lr, betas=self.section.betas, fused=True)
+        return AdamW(groups, lr=self.section.lr, betas=self.section.betas, fused=True)
 
     def _kinds(self, name: str) -> tuple[str, ...]:
         """Return the kinds of state of a parameter."""

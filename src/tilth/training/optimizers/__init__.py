@@ -1,11 +1,26 @@
 """Optimizers beside AdamW and Muon, each a factory as ``tilth.optimizer`` describes it."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from tilth.plan.rules import Table, rule_of
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """Torch's optimizer without what it does for torch.compile when it is made: to import all of it, half the modules
+    of a run and a second. Steps are never compiled."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
+class AdamW(EagerOptimizer, torch.optim.AdamW):
+    """Torch's AdamW, whose step does not import torch.compile either."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class Squares(Protocol):

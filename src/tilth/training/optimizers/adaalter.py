@@ -8,14 +8,14 @@ from torch import nn
 
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.plan.rules import Table
-from tilth.training.optimizers import decay_groups
+from tilth.training.optimizers import EagerOptimizer, decay_groups
 from tilth.training.optimizers.blockwise import slices
 
 INITIAL = EPS = 1e-3
 """b0, and eps of the paper, where they are 1 and losses sums over the tokens of a batch; here losses are means."""
 
 
-class AdaAlter(torch.optim.Optimizer):
+class AdaAlter(EagerOptimizer):
     """AdaAlter: x -= lr (G / sqrt(b0^2 + B + k eps^2) + decay x), then A += G^2, of elements.
 
     A, ``accumulated``, is this rank's sum. B is A at the begin of a period of ``every`` steps, of which this is the

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.parallel.sharded import squares_of
 from tilth.plan.rules import Table
-from tilth.training.optimizers import Squares, decay_groups
+from tilth.training.optimizers import EagerOptimizer, Squares, decay_groups
 
 EPS = 1e-6
 """Of LANS and LAMB; for second moments and norms of gradients."""
@@ -41,7 +41,7 @@ class Block(NamedTuple):
     """Its steps, this one included."""
 
 
-class Blockwise(torch.optim.Optimizer):
+class Blockwise(EagerOptimizer):
     """Optimizer of blocks, with what its subclasses share: groups, slices, norms."""
 
     trusts_vectors = True
