@@ -1,16 +1,19 @@
-"""A run with loaders that something is killed of after most steps: FOLDER SEED LOADERS SHADOWS; the same command again.
+"""A run with loaders that something is killed of after most steps: FOLDER SEED ATTEMPT BALANCE; the same command again.
 
-consumed.jsonl in the folder has the samples of each step that began, killed.jsonl what was killed behind which step.
+killed.jsonl in the folder has what was killed behind which step, consumed.jsonl the samples of each step that began,
+and behind them those that each rank has learned from.
 """
 
 import json
+import math
 import os
 import random
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
@@ -23,6 +26,24 @@ with uncollected():
 
 STEPS = 26
 WORKERS = {"cluster": {"backend": "local", "workers": 2}, "policy": {"layout": {"fsdp": 2}}}
+LAYOUTS = [{"dp": 2}, {"hdp": 4}, {}, {"hdp": 2}, {"dp": 4}]
+"""Layouts of the attempts of a run, in turn, where its ranks change."""
+PLUGIN = """
+import functools, json, pathlib
+from tilth.roles.policy import PolicyWorker
+from tilth.trace.spans import current_step
+
+file, sft_step = pathlib.Path(__file__).with_name("consumed.jsonl"), PolicyWorker.sft_step
+
+@functools.wraps(sft_step)  # with how the call is split
+def noted(self, batch, **how):
+    found = sft_step(self, batch, **how)
+    with file.open("a") as opened:
+        opened.write(json.dumps({"step": current_step(), "learned": batch["prompt"].tolist()}) + "\\n")
+    return found
+
+PolicyWorker.sft_step = noted
+"""
 
 
 def note(file, value):
@@ -34,10 +55,15 @@ def noted(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def made(folder, **data):
+def made(folder, layout, balance="tokens", steps=STEPS, **data):
+    """layout: of the policy. Each of its ranks takes 12 tokens at a time, which some samples are longer than."""
     parts = json.loads((folder / "parts.json").read_text())
-    run = {"dir": str(folder), "save_every": 3}
-    return recipe(folder, parts, **WORKERS, supervised={"steps": STEPS}, run=run, data=data)
+    (folder / "learned.py").write_text(PLUGIN)
+    sections = {"plugins": [str(folder / "learned.py")], "supervised": {"steps": steps}, "guard": {"restarts": 64}}
+    sections["run"] = {"dir": str(folder), "save_every": 3}
+    sections["train"] = {"threads": 1, "balance": balance, "micro_tokens": 12}
+    cluster = {"backend": "local", "workers": math.prod(layout.values())}
+    return recipe(folder, parts, policy={"layout": layout}, cluster=cluster, data=data, **sections)
 
 
 def loaders_here(pid=None, **how):
@@ -51,29 +77,36 @@ def loaders_here(pid=None, **how):
 
 
 class Kill(tiny.Recorder):
-    """Kills a loader, a worker or this process, once behind each step."""
+    """Kills a loader, a worker or this process, once behind each step; what: by step, "": nothing."""
 
-    def __init__(self, folder, seed):
+    def __init__(self, folder, what):
         super().__init__()
-        self.file = folder / "killed.jsonl"
-        self.what = random.Random(seed).choices(["loader", "worker", "controller", ""], [14, 3, 2, 1], k=STEPS)
+        self.file, self.what = folder / "killed.jsonl", what
+
+    @classmethod
+    def drawn(cls, folder, seed, *, ranks_change):
+        """ranks_change: more often this process."""
+        weights = [8, 4, 7, 1] if ranks_change else [14, 3, 2, 1]
+        return cls(folder, random.Random(seed).choices(["loader", "worker", "controller", ""], weights, k=STEPS))
 
     def on_step_end(self, run, step, metrics):
         what = self.what[step - 1]
-        if not what or step == STEPS or step in {one["step"] for one in noted(self.file)}:
+        if not what or step == len(self.what) or step in {one["step"] for one in noted(self.file)}:
             return
+        workers = [run.policy._dispatch.backend.probe(rank).pid for rank in range(run.recipe.cluster.workers)]
         if what == "loader":
-            while not (here := loaders_here(recursive=True)):  # the one that was killed before is not here again
-                time.sleep(0.05)
+            while not (here := [one for pid in workers for one in loaders_here(pid, recursive=True)]):
+                time.sleep(0.05)  # the one that was killed before is not here again
             victim = random.choice(here).pid
         else:
-            victim = run.policy._dispatch.backend.probe(random.randrange(2)).pid if what == "worker" else os.getpid()
+            victim = random.choice(workers) if what == "worker" else os.getpid()
         note(self.file, {"step": step, "what": what})
         os.kill(victim, signal.SIGKILL)
 
 
-def main():
-    folder, seed, loaders, shadows = Path(sys.argv[1]), *map(int, sys.argv[2:])
+@contextmanager
+def begins_noted(folder):
+    """Write down the samples of each step that begins."""
     whole = Run._given
 
     def given(self, kind, count):
@@ -81,9 +114,29 @@ def main():
             note(folder / "consumed.jsonl", {"step": self.state.step + 1, "ids": batch["prompt"].tolist()})
             yield batch
 
-    Run._given = given
-    allow = ["data.loaders", "data.shadows"]
-    tiny.run(made(folder, loaders=loaders, shadows=shadows), reward=None, callbacks=[Kill(folder, seed)], allow=allow)
+    with patch.object(Run, "_given", given):
+        yield
+
+
+def consumed(folder):
+    """Return (step, samples, those that ranks have learned from) of each step that began."""
+    found = []
+    for line in noted(folder / "consumed.jsonl"):
+        if "ids" in line:
+            found.append((line["step"], line["ids"], []))
+        elif found and line["step"] == found[-1][0]:
+            found[-1][2].extend(line["learned"])
+    return found
+
+
+def main():
+    folder, seed, attempt, balance = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    allow = ["data.loaders", "data.shadows", "cluster", "policy"]
+    layout = LAYOUTS[attempt % len(LAYOUTS)] if balance else {"fsdp": 2}
+    kill = Kill.drawn(folder, seed, ranks_change=bool(balance))
+    run = made(folder, layout, *balance, loaders=1 + attempt % 3, shadows=attempt % 2)
+    with begins_noted(folder):
+        tiny.run(run, reward=None, callbacks=[kill], allow=allow)
 
 
 if __name__ == "__main__":

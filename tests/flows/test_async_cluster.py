@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -17,6 +18,7 @@ from tests.flows.test_async_sampler import check_once, check_resumed, recipe, ro
 from tests.flows.test_replay import check_same
 from tests.flows.test_replay import recipe as exact
 from tests.flows.test_resume import child, finish
+from tests.launch.test_survive import recoveries
 from tilth.core.random import stream_id
 from tilth.flows import replicas as flows_replicas
 from tilth.roles import rollout as roles_rollout
@@ -33,11 +35,12 @@ RANKS = {"trainer": (0,), "replica": (1, 2), "reward": (3,)}
 
 
 class Kills(tiny.Recorder):
-    """Kills a worker of these ranks some time after each of these steps, once; ``processes``: those of the reward."""
+    """Kills a worker of these ranks some time after each of these steps, once; ``inside``: a process below it whose
+    command has this word."""
 
-    def __init__(self, ranks, steps, seed, *, processes=False):
+    def __init__(self, ranks, steps, seed, *, inside=None):
         super().__init__()
-        self.ranks, self.left, self.processes, self.chance = ranks, set(steps), processes, random.Random(seed)
+        self.ranks, self.left, self.inside, self.chance = ranks, set(steps), inside, random.Random(seed)
         self.timers, self.killed = [], []
 
     def on_step_end(self, run, step, metrics):
@@ -51,14 +54,21 @@ class Kills(tiny.Recorder):
     def kill(self, backend):
         until = time.monotonic() + 5
         while time.monotonic() < until:  # a recovery may have ended it, or the run
-            with suppress(IndexError, psutil.Error):
-                found = psutil.Process(backend.pids()[self.chance.choice(self.ranks)])
-                found = self.chance.choice(found.children()) if self.processes else found
-                if found.status() != psutil.STATUS_ZOMBIE:
-                    found.kill()
-                    self.killed.append(found.pid)
-                    return
+            with suppress(IndexError, psutil.Error, FileNotFoundError):
+                self.killed.append(self.end(backend))
+                return
             time.sleep(0.05)
+
+    def end(self, backend):
+        """Kill one, and return its process id."""
+        found = psutil.Process(backend.pids()[self.chance.choice(self.ranks)])
+        if self.inside is not None:
+            below = found.children(recursive=True)
+            found = self.chance.choice([one for one in below if self.inside in " ".join(one.cmdline())])
+        if found.status() == psutil.STATUS_ZOMBIE:
+            raise psutil.ZombieProcess(found.pid)
+        found.kill()
+        return found.pid
 
     def join(self):
         for timer in self.timers:
@@ -73,6 +83,16 @@ def test_two_replicas_generate_while_the_policy_learns(tmp_path):
     assert all(record["staleness/max"] <= 2 for record in records) and records[-1]["staleness/mean"] > 0
     waited = [record["fully_async/trainer/idle_seconds"] for record in records]
     assert sum(waited[1:]) / 5 < waited[0]
+
+
+class KillsRelay(Kills):
+    """Removes the relay of the node, and leaves all processes."""
+
+    def end(self, backend):
+        file = Path(backend.folder.path) / "relay"
+        number = file.stat().st_ino
+        file.unlink()
+        return number
 
 
 def survived(made, kills):
@@ -122,6 +142,8 @@ def test_a_worker_that_dies_at_any_time_costs_no_sample(tmp_path):
         ("trainer", {}),
         ("reward", {}),
         ("process of the reward", {}),
+        ("relay", {}),
+        ("relay", {"inflight": "finish"}),
     ],
 )
 def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, short_rounds, monkeypatch, role, more):
@@ -136,11 +158,15 @@ def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, short_rounds, monkeypat
         cluster = {**POOLS, "pools": pools}
         return exact(tmp_path, 2, rollout=placed, cluster=cluster, guard={"restarts": 64}, **sections)
 
-    kills = Kills(RANKS.get(role, (3,)), range(1, STEPS), stream_id(role, 1), processes=role not in RANKS)
+    kind, inside = KillsRelay if role == "relay" else Kills, "" if role == "process of the reward" else None
+    kills = kind(RANKS.get(role, (3,)), range(1, STEPS), stream_id(role, 1), inside=inside)
     run = survived(made(2, **more), kills)
     assert len(kills.killed) >= 20
     # several may die in one recovery
     assert sum("is new" in line for line in kills.messages) >= (5 if role in RANKS else 0), kills.messages
+    found = recoveries(run.directory) if role == "relay" else []
+    assert len(found) >= (5 if role == "relay" else 0), kills.messages
+    assert all(one["kind"] == "storage" and not one["replaced"] for one in found), found
     assert role != "replica" or sum(record["samples/resumed"] for record in read_metrics(run.directory)) > 20
     check_same(run, tiny.run(made(1, **more | {"repack": False}), name="again", replay=run.directory))
 

@@ -1,10 +1,8 @@
 """Episodes that may be behind: whole, each once, with turns under the weights that were there when they were drawn."""
 
 import shutil
-import signal
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from tests.config.test_plugins import forget
@@ -115,9 +113,9 @@ def draw():
 """
 
 
-def exact(folder, text=DRAWS, **sections):
+def exact(folder, text=DRAWS, staleness=2, **sections):
     """Episodes of environments that draw at random, in bits that do not depend on what is beside them."""
-    return recipe(folder, 2, text=text, train={"parity": True, "threads": 1}, **sections)
+    return recipe(folder, staleness, text=text, train={"parity": True, "threads": 1}, **sections)
 
 
 def test_a_replay_hears_what_environments_have_said(tmp_path):
@@ -302,36 +300,22 @@ def test_dropped_groups_end_their_environments(tmp_path, monkeypatch):
     assert left and not any(left)
 
 
-class KillsEnvironments(tiny.Recorder):
-    """Kills a process with environments of each replica after a step."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.step, self.killed = step, []
-
-    def on_step_end(self, run, step, metrics):
-        super().on_step_end(run, step, metrics)
-        if step == self.step:
-            pids = run.policy._dispatch.backend.pids()
-            for rank in (1, 2):  # 0 trains
-                inside = psutil.Process(pids[rank]).children(recursive=True)
-                found = [child for child in inside if "tilth.envs.process" in " ".join(child.cmdline())]
-                found[0].send_signal(signal.SIGKILL)
-                self.killed.append(found[0].pid)
-
-
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_killed_process_of_environments_costs_no_episode(tmp_path):
-    """Its episodes begin again in another one and repeat what they have heard; the run does not begin again."""
-    kills = KillsEnvironments(2)
+def test_killed_processes_of_environments_cost_no_episode(tmp_path):
+    """At random moments of each step. Episodes begin again in another process and repeat what they have heard; the run
+    does not begin again, and a replay inline, without deaths, has the same."""
+    kills = Kills(RANKS["replica"], range(1, 12), stream_id("environments", 1), inside="tilth.envs.process")
     placed = {"pool": "rollout", "layout": {"dp": 2}, "environments": 2}
-    made = recipe(tmp_path, 2, rollout=placed, cluster=POOLS, algorithm={"steps": 6})
-    result = tiny.run(made, reward=None, callbacks=[kills])
-    check_once(result, 6, prompts=4)
-    check_turns(result)
-    assert len(kills.killed) == 2 and not any("is new" in line for line in kills.messages), kills.messages
-    assert all(record["staleness/max"] <= 2 for record in read_metrics(result.directory))
+    more = {"staleness": 1, "algorithm": {"steps": 12}}
+    run = tiny.run(exact(tmp_path, PLUGIN, rollout=placed, cluster=POOLS, **more), reward=None, callbacks=[kills])
+    kills.join()
+    check_once(run, 12, prompts=4)
+    check_turns(run)
+    assert len(kills.killed) >= 10 and not any("is new" in line for line in kills.messages), kills.messages
+    assert not state(run).dropped and max(record["staleness/max"] for record in read_metrics(run.directory)) == 1
+    where = {"rollout": {"pool": "", "layout": {"dp": 1}}, "cluster": {"backend": "inline", "pools": {}}}
+    check_same(run, tiny.run(exact(tmp_path, PLUGIN, **more, **where), reward=None, name="again", replay=run.directory))
 
 
 @pytest.mark.slow

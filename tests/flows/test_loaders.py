@@ -5,14 +5,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import forked
 from tests.cluster.backends.test_ray import running
+from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.flows import killed_loaders, tiny
 from tests.flows.killed_loaders import WORKERS, loaders_here
@@ -26,6 +27,7 @@ from tilth.core.random import stream
 from tilth.data.mixture import Mixture
 from tilth.flows.run import Run
 from tilth.roles.loader import PromptLoader
+from tilth.roles.policy import PolicyWorker
 from tilth.runs.loaders import read_plans
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
@@ -230,28 +232,78 @@ def test_loaders_that_have_no_use(tmp_path, parts):
         recipe(tmp_path, parts, data={"shadows": 1})
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("seed", [2, 11])
-def test_each_sample_comes_once_whatever_is_killed(tmp_path, parts, seed):
-    """Loaders, workers and the controller, at random, each new controller with another number of loaders."""
+LONG = [{"prompt": "+".join("12345678"[: a % 8 + 2]) + "=", "answer": str(a)} for a in range(40)]
+
+
+@pytest.fixture
+def killed(tmp_path, parts, monkeypatch):
+    """Folder of a run over three sources, the third with samples that are longer than a rank takes."""
+    monkeypatch.setattr(PolicyWorker, "sft_step", PolicyWorker.sft_step)  # the plugin is imported here too
     folder = tmp_path / "killed"
     folder.mkdir()
+    parts.append({"name": "long", "source": write(folder / "long.jsonl", LONG)})
     (folder / "parts.json").write_text(json.dumps(parts))
-    command = [sys.executable, "-m", "tests.flows.killed_loaders", str(folder), str(seed)]
+    yield folder
+    forget()
+
+
+def check_once(folder, steps):
+    """Each step that began had the samples of an undisturbed run, in order, and ranks have learned from each once."""
+    wanted, learned = order_of(killed_loaders.made(folder, {}), steps), {}
+    for step, ids, own in killed_loaders.consumed(folder):
+        assert ids == wanted[step - 1], step
+        learned[step] = own  # of the last attempt
+    assert {step: sorted(own) for step, own in learned.items()} == {
+        step: sorted(ids) for step, ids in enumerate(wanted, 1)
+    }
+
+
+def learned_as(one, other):
+    """Losses of runs on other ranks, and the samples of each source."""
+    records = [read_metrics(directory) for directory in (one, other)]
+    losses, counts = (
+        [[[v for k, v in sorted(r.items()) if k.startswith(name)] for r in own] for own in records]
+        for name in ("loss", "mixture/")
+    )
+    assert counts[0] == counts[1] and np.allclose(*losses, rtol=1e-3)
+
+
+@pytest.mark.dist
+def test_each_sample_comes_once_on_other_ranks_and_whatever_is_killed(killed):
+    """A worker, a loader, and then the controller, which ends here by itself."""
+    kill, stop = killed_loaders.Kill(killed, ["loader", "", "worker", ""]), Kill((), stop=2)
+    with killed_loaders.begins_noted(killed):
+        with raises(Interrupted, "stop"):
+            made = killed_loaders.made(killed, {}, steps=4, loaders=1)
+            tiny.run(made, reward=None, callbacks=[kill, stop])
+        made = killed_loaders.made(killed, {"hdp": 2}, steps=4, loaders=2)
+        tiny.run(made, reward=None, callbacks=[kill], allow=["data.loaders", "cluster", "policy"])
+    assert [one["what"] for one in killed_loaders.noted(killed / "killed.jsonl")] == ["loader", "worker"]
+    check_once(killed, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("balance", "seed"), [("", 2), ("none", 1), ("tokens", 2), ("cost", 3)])
+def test_each_sample_comes_once_whatever_is_killed(tmp_path, killed, balance, seed):
+    """Loaders, workers and the controller, at random, each new controller with another number of loaders; with a
+    balance also of ranks."""
+    command = [*forked.python(), "-m", "tests.flows.killed_loaders", str(killed), str(seed)]
     for attempt in range(killed_loaders.STEPS):
-        how = [str(1 + attempt % 3), str(attempt % 2)]
+        how = [str(attempt), *filter(None, [balance])]
         ended = subprocess.run([*command, *how], cwd=ROOT, capture_output=True, text=True, timeout=600)
         if ended.returncode != -signal.SIGKILL:
             break
     assert ended.returncode == 0, ended.stderr
-    killed = Counter(one["what"] for one in killed_loaders.noted(folder / "killed.jsonl"))
-    assert sum(killed.values()) >= 20 and min(killed[what] for what in ("loader", "worker", "controller")) >= 1
-    wanted = order_of(killed_loaders.made(folder), killed_loaders.STEPS)
-    consumed = killed_loaders.noted(folder / "consumed.jsonl")
-    assert {one["step"] for one in consumed} == set(range(1, killed_loaders.STEPS + 1))
-    assert all(one["ids"] == wanted[one["step"] - 1] for one in consumed)
-    shutil.move(folder / "parts.json", tmp_path)
-    undisturbed = tiny.run(killed_loaders.made(tmp_path), reward=None).directory
-    assert tiny.weights(folder / "tiny-001") == tiny.weights(undisturbed)
-    assert tiny.same(tiny.numbers(folder / "tiny-001"), tiny.numbers(undisturbed))
+    counts = Counter(one["what"] for one in killed_loaders.noted(killed / "killed.jsonl"))
+    assert counts.total() >= 20 and min(counts[what] for what in ("loader", "worker", "controller")) >= 1
+    assert not balance or attempt >= len(killed_loaders.LAYOUTS)
+    check_once(killed, killed_loaders.STEPS)
+    shutil.copy(killed / "parts.json", tmp_path)
+    (found,) = killed.glob("*-001")
+    if balance:
+        undisturbed = tiny.run(killed_loaders.made(tmp_path, {}, "none"), reward=None).directory
+        return learned_as(found, undisturbed)
+    undisturbed = tiny.run(killed_loaders.made(tmp_path, {"fsdp": 2}), reward=None).directory
+    assert tiny.weights(found) == tiny.weights(undisturbed)
+    assert tiny.same(tiny.numbers(found), tiny.numbers(undisturbed))
