@@ -1,7 +1,9 @@
 """Pages of trajectories are those that a plain filter of the rows gives."""
 
 import random
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,7 +30,7 @@ def run(tmp_path_factory):
                     {"step": step, "id": step * 100 + i, "group": step * 10 + i // 4, "prompt": i // 4,
                      "length": length, "prompt_text": f"what is {i // 4}?",
                      "text": chance.choice(["Yes", "no", "Ähre"]) * length,
-                     "reward": chance.choice([None, 0.0, 0.5, 1.0]), "finish": chance.choice(["stop", "length"]),
+                     "reward": chance.choice([None, 0.0, 0.5, 0.7, 1.0]), "finish": chance.choice(["stop", "length"]),
                      "tokens": [1] * (2 + length), "mask": [0, 0] + [1] * length, "prompt_length": 2}
                 )  # fmt: skip
         table = conform(pa.Table.from_pylist(rows))
@@ -37,11 +39,12 @@ def run(tmp_path_factory):
     return root
 
 
-spread = st.sampled_from([(None, None), (0.5, None), (None, 0.5), (0.2, 0.9)])
+spread = st.sampled_from([(None, None), (0.5, None), (None, 0.5), (0.2, 0.9), (0.7, 0.7), (2.0, None)])
 searches = st.builds(
     Wanted, steps=st.sampled_from([(6, 6), (1, 6), (2, 3), (9, 12)]), reward=spread,
-    length=st.sampled_from([(None, None), (3, None), (None, 4), (2, 5)]), finish=st.sampled_from(["", "stop"]),
-    prompt=st.sampled_from([None, 3]), text=st.sampled_from(["", "yes", "is 2", "ähre", "?"]),
+    length=st.sampled_from([(None, None), (3, None), (None, 4), (2, 5)]),
+    finish=st.sampled_from(["", "stop", "error", "z"]),
+    prompt=st.sampled_from([None, 3]), text=st.sampled_from(["", "yes", "is 2", "ähre", "?", "a"]),
     sort=st.sampled_from(["step", "reward", "length", "id"]), down=st.booleans(), page=st.sampled_from([0, 1]),
 )  # fmt: skip
 
@@ -53,13 +56,18 @@ def inside(value, ends):
     return value is not None and (low is None or value >= low) and (high is None or value <= high)
 
 
+def single(ends):
+    """The numbers as files have rewards."""
+    return tuple(None if end is None else float(np.float32(end)) for end in ends)
+
+
 @settings(max_examples=examples(300), deadline=None)
-@given(searches)
-def test_it_finds_what_a_filter_of_all_rows_finds(run, wanted):
+@given(searches, st.sampled_from([0, 2000, 1 << 20]))
+def test_it_finds_what_a_filter_of_all_rows_finds(run, wanted, kept_bytes):
     rows = [row | {"length": len(row["tokens"]) - 2} for row in read_trajectories(run).to_pylist()]
     kept = [
         row for row in rows
-        if wanted.steps[0] <= row["step"] <= wanted.steps[1] and inside(row["reward"], wanted.reward)
+        if wanted.steps[0] <= row["step"] <= wanted.steps[1] and inside(row["reward"], single(wanted.reward))
         and inside(row["length"], wanted.length) and wanted.finish in ("", row["finish"])
         and wanted.prompt in (None, row["prompt"])
         and (wanted.text.lower() in row["text"].lower() or wanted.text.lower() in row["prompt_text"].lower())
@@ -67,8 +75,10 @@ def test_it_finds_what_a_filter_of_all_rows_finds(run, wanted):
     sign = -1 if wanted.down else 1
     order = [(row[wanted.sort] is None, sign * (row[wanted.sort] or 0), sign * row["step"], row["id"]) for row in kept]
     kept = [row["id"] for _, row in sorted(zip(order, kept), key=lambda pair: pair[0])]
-    found = search(run, wanted)
-    assert found.total == len(kept) and found.notes == []
+    with mock.patch.object(searching, "KEPT", kept_bytes):
+        found = search(run, wanted)
+    assert found.notes == [] and (found.total == len(kept) or (found.more and wanted.text and wanted.sort == "step"))
+    assert not found.more or (wanted.page + 1) * PAGE < found.total < len(kept)
     assert [row["id"] for row in found.rows] == kept[wanted.page * PAGE : (wanted.page + 1) * PAGE]
     texts = {row["id"]: row["text"] for row in rows}
     assert all(row["text"] == texts[row["id"]] for row in found.rows)
@@ -102,7 +112,7 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out(run, tmp_path):
 
 def test_columns_are_read_of_groups_of_rows_that_have_the_text(tmp_path, monkeypatch):
     (tmp_path / "trajectories").mkdir()
-    path, read, columns_of = tmp_path / "trajectories" / "steps-000001-000001.parquet", [], searching._columns_of
+    path, read, reader = tmp_path / "trajectories" / "steps-000001-000001.parquet", [], searching.StoredFile._read
     texts = ["no", None, "no", "A needle", None, "no", "no", "no"]
 
     def written(texts):
@@ -110,13 +120,46 @@ def test_columns_are_read_of_groups_of_rows_that_have_the_text(tmp_path, monkeyp
         pq.write_table(conform(pa.Table.from_pylist(rows)), path, row_group_size=2)
 
     def reading(file, groups, names):
-        read.append(([*groups], "text" in names))
-        return columns_of(file, groups, names)
+        read.append(([*groups], "text" in names, "reward" in names))
+        return reader(file, groups, names)
 
     written(texts)
-    monkeypatch.setattr(searching, "_columns_of", reading)
+    monkeypatch.setattr(searching.StoredFile, "_read", reading)
     monkeypatch.setattr(searching, "ROWS", 3)
     assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="a NEEDLE")).rows] == [3]
-    assert read == [([0, 1, 2, 3], True), ([1], False), ([1], True)]
+    assert read == [([0, 1, 2, 3], True, False), ([1], False, False), ([1], False, True)]
+    assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="a needle", sort="reward")).rows] == [3]
+    assert not any(texts for _, texts, _ in read[3:])  # they are kept
     written([*texts, "another needle"])
     assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="needle")).rows] == [3, 8]
+
+
+def test_a_search_in_the_order_of_steps_ends_with_a_full_page(tmp_path, monkeypatch):
+    (tmp_path / "trajectories").mkdir()
+    for step in range(1, 13):
+        table = conform(pa.Table.from_pylist([{"step": step, "id": i, "text": "yes"} for i in range(30)]))
+        pq.write_table(table, tmp_path / "trajectories" / f"steps-{step:06d}-{step:06d}.parquet")
+    read, match = [], searching._match
+    monkeypatch.setattr(searching, "_match", lambda path, *more: (read.append(path.name), match(path, *more))[1])
+    monkeypatch.setattr(searching, "READERS", 1)
+    for down in (False, True):
+        found = search(tmp_path, Wanted((0, 99), text="YES", down=down))
+        first = 12 if down else 1
+        assert {row["step"] for row in found.rows} == {first, first + (-1 if down else 1)}
+        assert (len(found.rows), found.total, found.more, found.notes, len(read)) == (PAGE, 60, True, [], 2)
+        read.clear()
+    assert search(tmp_path, Wanted((0, 99), text="yes", sort="id")).total == 360  # any file may have the least
+    assert (found := search(tmp_path, Wanted((0, 99), text="yes", page=7))).total == 360 and not found.more
+
+
+def test_groups_of_rows_are_left_out_by_what_their_statistics_say(tmp_path, monkeypatch):
+    (tmp_path / "trajectories").mkdir()
+    rows = [{"step": 1, "id": i, "finish": "error" if i == 5 else "stop", "reward": i / 10} for i in range(8)]
+    path = tmp_path / "trajectories" / "steps-000001-000001.parquet"
+    pq.write_table(conform(pa.Table.from_pylist(rows)), path, row_group_size=2)
+    read, reader = [], searching.StoredFile._read
+    monkeypatch.setattr(searching.StoredFile, "_read", lambda file, g, n: (read.append([*g]), reader(file, g, n))[1])
+    assert [row["id"] for row in search(tmp_path, Wanted((1, 1), finish="error")).rows] == [5]
+    assert [row["id"] for row in search(tmp_path, Wanted((1, 1), reward=(0.7, None))).rows] == [7]
+    assert search(tmp_path, Wanted((1, 1), finish="nowhere")).total == 0
+    assert {group for groups in read for group in groups} == {2, 3}

@@ -1,10 +1,12 @@
 """Trajectories of a run by filters, a page at a time, so that a run of a million of them needs no memory."""
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from tilth.cluster.backends.capacity import core_share
 from tilth.core.errors import DataError
 from tilth.data.cache import FileState, file_state
 from tilth.data.trajectories import COLUMNS, TRAJECTORIES, files_of
@@ -22,10 +25,14 @@ PAGE = 50
 """Rows of a page."""
 SECONDS = 5.0
 """Seconds after which a search reads no further file."""
-READERS = 2
-"""Files that a search reads at the same time."""
+READERS = 4
+"""Most files that a search reads at the same time, each on a core."""
 FILES = 256
-"""Files whose metadata are kept."""
+"""Files whose metadata are kept, and searches of a file for a text whose places are."""
+KEPT = 96 << 20
+"""Bytes of columns that are kept for the next search; a column goes for another one ``RESTS`` seconds after its use, so
+that a run that does not fit has what fits."""
+RESTS = 30.0
 ROWS = 4096
 """Texts that are looked through at once."""
 GROUP = 64
@@ -75,22 +82,32 @@ class Wanted:
 
     def filter(self) -> pc.Expression:
         """Return the condition of a row, besides its text."""
-        step = pc.field("step")
-        found = (step >= self.steps[0]) & (step <= self.steps[1])
-        for name, (low, high) in (("reward", self.reward), ("length", self.length)):
+        found = pc.scalar(True)
+        for name, (low, high) in self.ranges.items():
             found = found if low is None else found & (pc.field(name) >= low)
             found = found if high is None else found & (pc.field(name) <= high)
-        found = found & (pc.field("finish") == self.finish) if self.finish else found
-        return found if self.prompt is None else found & (pc.field("prompt") == self.prompt)
+        return found
+
+    @property
+    def ranges(self) -> dict[str, tuple[Any, Any]]:
+        """Return each column that a row is chosen by -> its least and its greatest value; None: any."""
+        low, high = (None if end is None else pa.scalar(end, pa.float32()).as_py() for end in self.reward)
+        found = {"step": self.steps, "reward": (low, high), "length": self.length}  # a reward of 0.7 is one in the file
+        found |= {"finish": (self.finish, self.finish)} if self.finish else {}
+        return found | ({} if self.prompt is None else {"prompt": (self.prompt, self.prompt)})
 
 
 @dataclass(frozen=True)
 class FoundRows:
-    """A page of a search: its rows, how many there are on all pages, and notes on what could not be read."""
+    """A page of a search: its rows, how many there are on all pages, and notes on what could not be read.
+
+    more: the search ended when the page was full, and ``total`` is of what it read.
+    """
 
     rows: list[Row]
     total: int
     notes: list[str]
+    more: bool = False
 
 
 def newest_step(run: Path) -> int | None:
@@ -111,16 +128,28 @@ def search(run: Path, wanted: Wanted) -> FoundRows:
     """Return a page of the trajectories that match.
 
     The columns that decide are read of all files, and of each the rows that may be on the page are kept; the other
-    columns only of the groups of rows that have one of the page.
+    columns only of the groups of rows that have one of the page. For a text in the order of steps no more files are
+    read than fill the page.
     """
-    files = [path for first, last, path in files_of(run / TRAJECTORIES) if _meets(first, last, wanted.steps)]
-    late, most = time.monotonic() + SECONDS, (wanted.page + 1) * PAGE
-    with ThreadPoolExecutor(READERS, "search") as pool:
-        found = [*pool.map(lambda path: None if time.monotonic() > late else _match(path, wanted, most), files)]
+    files = [one for one in files_of(run / TRAJECTORIES) if _meets(*one[:2], wanted.steps)]
+    ends = bool(wanted.text) and wanted.sort == "step" and all(one[1] < other[0] for one, other in pairwise(files))
+    paths = [path for _, _, path in (reversed(files) if ends and wanted.down else files)]
+    late, most, numbers = time.monotonic() + SECONDS, (wanted.page + 1) * PAGE, list[int]()
+
+    def match(path: Path) -> Matches | None:
+        if time.monotonic() > late or (ends and sum(numbers) > most):  # files begin in their order
+            return None
+        one = _match(path, wanted, most)
+        numbers.append(one.number)
+        return one
+
+    with ThreadPoolExecutor(min(core_share(1), READERS), "search") as pool:
+        found = [*pool.map(match, paths)]
         read = [one for one in found if one is not None]
-        notes = [one.note for one in read if one.note]
-        if len(read) < len(files):
-            notes.append(f"only {len(read)} of {len(files)} files are searched; narrow the steps")
+        notes, more = [one.note for one in read if one.note], len(read) < len(paths)
+        if more and not (ends and sum(numbers) > most):
+            notes.append(f"only {len(read)} of {len(paths)} files are searched; narrow the steps")
+            more = False
         tables = [
             one.first.append_column("file", pa.array(np.full(len(one.first), number, np.int32)))
             for number, one in enumerate(found)
@@ -131,88 +160,153 @@ def search(run: Path, wanted: Wanted) -> FoundRows:
         whole = pa.concat_tables(tables)
         page = whole.take(pc.sort_indices(whole, wanted.order)[most - PAGE : most]).select(["file", "place"])
         places = [(row["file"], row["place"]) for row in page.to_pylist()]
-        rows = _rows_at(files, places, pool, notes)
+        rows = _rows_at(paths, places, pool, notes)
     del whole, tables, found
     pa.default_memory_pool().release_unused()
-    return FoundRows(rows, sum(one.number for one in read), notes)
+    return FoundRows(rows, sum(one.number for one in read), notes, more)
 
 
 def _match(path: Path, wanted: Wanted, most: int) -> Matches:
     """Return the rows of a file that match, of which the first ``most`` are kept."""
     try:
-        with _opened(path, ["prompt_text"] if wanted.text else []) as file:
-            starts = _starts(file)
-            steps = {g: span for g in range(file.num_row_groups) if _meets(*(span := _steps_of(file, g)), wanted.steps)}
-            groups = [*steps]
-            places = _rows_of(starts, groups)
-            if wanted.text:
-                texts = _columns_of(file, groups, _TEXTS)
-                places = places[np.logical_or(*(_says(texts[name], wanted.text) for name in _TEXTS))]
-                if not len(places):
-                    return Matches(0, None, "")
-                groups = np.unique(np.searchsorted(starts, places, "right") - 1).tolist()  # no others are read further
-            rows = _rows_of(starts, groups)
-            table = _columns_of(file, groups, wanted.columns).append_column("place", pa.array(rows))
-            table = table if len(places) == len(rows) else table.filter(pa.array(np.isin(rows, places)))
-            whole = all(wanted.steps[0] <= low and high <= wanted.steps[1] for low, high in steps.values())
-            table = table if whole and wanted.any_in_steps else table.filter(wanted.filter())
-            return Matches(len(table), _first(table.select([*{"step", "id", wanted.sort}, "place"]), wanted, most), "")
+        file = _stored(path, state := file_state(path))
+        groups = [group for group in range(len(file.starts) - 1) if file.may_have(group, wanted.ranges)]
+        places = file.rows_of(groups)
+        if wanted.text:
+            places = places[np.unpackbits(_saying(path, state, tuple(groups), wanted.text), count=len(places)) > 0]
+            if not len(places):
+                return Matches(0, None, "")
+            groups = np.unique(np.searchsorted(file.starts, places, "right") - 1).tolist()  # no others are read further
+        rows = file.rows_of(groups)
+        table = file.columns(groups, wanted.columns).append_column("place", pa.array(rows))
+        table = table if len(places) == len(rows) else table.filter(pa.array(np.isin(rows, places)))
+        whole = wanted.any_in_steps and all(_within(file.bounds("step")[group], wanted.steps) for group in groups)
+        table = table if whole else table.filter(wanted.filter())
+        return Matches(len(table), _first(table.select([*{"step", "id", wanted.sort}, "place"]), wanted, most), "")
     except (pa.ArrowException, OSError) as error:
         if not path.exists():  # a resume has just dropped it
             return Matches(0, None, "")
         return Matches(0, None, f"{path.name} cannot be read and is left out: {str(error).splitlines()[0][:200]}")
 
 
-def _opened(path: Path, repeating: Sequence[str] = ()) -> pq.ParquetFile:
-    """Open a file; columns that repeat are read as dictionaries."""
-    about, names = _about(path, file_state(path))
-    return pq.ParquetFile(path, read_dictionary=[name for name in repeating if name in names], metadata=about)
+class KeptColumns:
+    """Columns of whole files for the next search, ``KEPT`` bytes at most."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._columns: dict[Any, tuple[float, int, pa.ChunkedArray]] = {}
+        """Key -> when it was used, its bytes, the column; the newest use is the last."""
+
+    def get(self, key: Any) -> pa.ChunkedArray | None:
+        """Return a column, or None."""
+        with self._lock:
+            if key not in self._columns:
+                return None
+            _, nbytes, column = self._columns.pop(key)
+            self._columns[key] = time.monotonic(), nbytes, column
+            return column
+
+    def put(self, key: Any, column: pa.ChunkedArray) -> None:
+        """Keep a column, if there is room or others have not been used lately."""
+        with self._lock:
+            now, nbytes = time.monotonic(), column.nbytes + sum(one[1] for one in self._columns.values())
+            for old in [key for key, (used, _, _) in self._columns.items() if now - used > RESTS]:
+                nbytes -= self._columns.pop(old)[1] if nbytes > KEPT else 0
+            if nbytes <= KEPT:
+                self._columns[key] = now, column.nbytes, column
+
+
+_KEPT = KeptColumns()
+
+
+class StoredFile:
+    """A file of trajectories in one state. starts: the first row of each group of rows, and their number."""
+
+    def __init__(self, path: Path, state: FileState) -> None:
+        self._path, self._state, self._about = path, state, pq.read_metadata(path)
+        self._schema = self._about.schema.to_arrow_schema()
+        counts = [self._about.row_group(group).num_rows for group in range(self._about.num_row_groups)]
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._bounds: dict[str, list[Spread]] = {}
+
+    def rows_of(self, groups: Sequence[int]) -> np.ndarray:
+        """Return the places of the rows of groups of rows: int64 [n]."""
+        spans = (np.arange(self.starts[g], self.starts[g + 1]) for g in groups)
+        return np.concatenate([np.zeros(0, np.int64), *spans])
+
+    def bounds(self, name: str) -> list[Any]:
+        """Return the least and the greatest value of a column in each group of rows; None where it does not say."""
+        if name not in self._bounds:
+            groups = [self._about.row_group(group) for group in range(len(self.starts) - 1)]
+            paths = [self._about.schema.column(place).path for place in range(self._about.num_columns)]
+            known = [group.column(paths.index(name)).statistics if name in paths else None for group in groups]
+            self._bounds[name] = [_ends(one, {"finish": str, "reward": float}.get(name, int)) for one in known]
+        return self._bounds[name]
+
+    def may_have(self, group: int, ranges: Mapping[str, tuple[Any, Any]]) -> bool:
+        """Return False for a group of rows of which none can have all columns within their ranges."""
+        return all(
+            (low is None or most is None or most >= low) and (high is None or least is None or least <= high)
+            for name, (low, high) in ranges.items()
+            if (low, high) != (None, None)
+            for least, most in [self.bounds(name)[group]]
+        )
+
+    def columns(self, groups: Sequence[int], names: Iterable[str]) -> pa.Table:
+        """Return columns of groups of rows, null where the file has none; files of earlier versions have no lengths."""
+        wanted, all_groups, found = [*names], len(groups) == len(self.starts) - 1, dict[str, pa.ChunkedArray]()
+        for name in wanted:
+            if (column := _KEPT.get((self._path, self._state, name))) is not None:
+                parts = [column.slice(self.starts[g], self.starts[g + 1] - self.starts[g]).chunks for g in groups]
+                found[name] = column if all_groups else pa.chunked_array([c for p in parts for c in p], column.type)
+        absent = [name for name in wanted if name not in found]
+        read = self._read(groups, absent) if absent else {}
+        for name, column in read.items() if all_groups else ():
+            _KEPT.put((self._path, self._state, name), column)
+        return pa.table({name: found.get(name, read.get(name)) for name in wanted})
+
+    def _read(self, groups: Sequence[int], wanted: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        there = self._schema.names
+        counted = "length" in wanted and "length" not in there and "tokens" in there
+        read = [n for n in wanted if n in there] + (["tokens", "prompt_length"] if counted else [])
+        repeating = [name for name in ("prompt_text",) if name in there]  # read as a dictionary
+        with pq.ParquetFile(self._path, read_dictionary=repeating, metadata=self._about) as file:
+            table = file.read_row_groups([*groups], columns=read, use_threads=False)
+        found = {}
+        for name in wanted:
+            kind = COLUMNS.field(name).type
+            if name == "length" and counted:
+                found[name] = pc.subtract(pc.list_value_length(table["tokens"]), table["prompt_length"])
+            elif name in there:
+                dictionary = pa.types.is_dictionary(table[name].type)
+                found[name] = table[name] if dictionary else table[name].cast(kind)
+            else:
+                found[name] = pa.chunked_array([pa.nulls(len(table), kind)])
+        return found
 
 
 @lru_cache(FILES)
-def _about(path: Path, state: FileState) -> tuple[pq.FileMetaData, list[str]]:
-    """Return the metadata and the columns of a file, read anew where it was written."""
-    about = pq.read_metadata(path)
-    return about, about.schema.to_arrow_schema().names
+def _stored(path: Path, state: FileState) -> StoredFile:
+    """Return a file, whose metadata are read anew where it was written."""
+    return StoredFile(path, state)
 
 
-def _starts(file: pq.ParquetFile) -> np.ndarray:
-    """Return the first row of each group of rows, and their number."""
-    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+@lru_cache(FILES)
+def _saying(path: Path, state: FileState, groups: tuple[int, ...], text: str) -> np.ndarray:
+    """Return which rows of groups of rows have a text in prompt or answer, as bits. Other pages and orders ask too."""
+    texts = _stored(path, state).columns(groups, _TEXTS)
+    return np.packbits(np.logical_or(*(_says(texts[name], text) for name in _TEXTS)))
 
 
-def _rows_of(starts: np.ndarray, groups: Sequence[int]) -> np.ndarray:
-    """Return the places of the rows of groups of rows: int64 [n]."""
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[g], starts[g + 1]) for g in groups)])
-
-
-def _steps_of(file: pq.ParquetFile, group: int) -> tuple[Any, Any]:
-    """Return the least and the greatest step of a group of rows; the widest where it does not say."""
-    first = file.metadata.row_group(group).column(0)
-    known = first.statistics if first.path_in_schema == "step" else None
-    if known is None or not known.has_min_max or not isinstance(known.min, int):
-        return -1, 1 << 62
+def _ends(known: pq.Statistics | None, kind: type) -> tuple[Any, Any]:
+    """Return the least and the greatest value that statistics have; None where they do not say."""
+    if known is None or not known.has_min_max or not isinstance(known.min, kind):
+        return None, None
     return known.min, known.max
 
 
-def _columns_of(file: pq.ParquetFile, groups: Sequence[int], names: Iterable[str]) -> pa.Table:
-    """Return columns of groups of rows, null where the file has none; files of earlier versions have no lengths."""
-    there, wanted = file.schema_arrow.names, [*names]
-    counted = "length" in wanted and "length" not in there and "tokens" in there
-    read = [n for n in wanted if n in there] + (["tokens", "prompt_length"] if counted else [])
-    table = file.read_row_groups([*groups], columns=read, use_threads=False)
-    found = {}
-    for name in wanted:
-        kind = COLUMNS.field(name).type
-        if name == "length" and counted:
-            found[name] = pc.subtract(pc.list_value_length(table["tokens"]), table["prompt_length"])
-        elif name in there:
-            dictionary = pa.types.is_dictionary(table[name].type)
-            found[name] = table[name] if dictionary else table[name].cast(kind)
-        else:
-            found[name] = pa.nulls(len(table), kind)
-    return pa.table(found)
+def _within(ends: tuple[Any, Any], steps: tuple[int, int]) -> bool:
+    return ends[0] is not None and steps[0] <= ends[0] and ends[1] <= steps[1]
 
 
 def _says(column: pa.ChunkedArray, text: str) -> np.ndarray:
@@ -262,16 +356,15 @@ def _rows_at(
     def read(number: int) -> str:
         mine = np.asarray([place for file, place in places if file == number])
         try:
-            with _opened(files[number]) as file:
-                starts = _starts(file)
-                groups = np.searchsorted(starts, mine, "right") - 1
-                for group in np.unique(groups).tolist():
-                    here = mine[groups == group]
-                    table = _columns_of(file, [group], _COLUMNS).take(pa.array(here - starts[group]))
-                    for name in (*_TEXTS, "answer"):
-                        short = pc.utf8_slice_codeunits(table[name], 0, SHOWN)
-                        table = table.set_column(table.column_names.index(name), name, short)
-                    found.update(zip(((number, place) for place in here.tolist()), table.to_pylist()))
+            file = _stored(files[number], file_state(files[number]))
+            groups = np.searchsorted(file.starts, mine, "right") - 1
+            for group in np.unique(groups).tolist():
+                here = mine[groups == group]
+                table = file.columns([group], _COLUMNS).take(pa.array(here - file.starts[group]))
+                for name in (*_TEXTS, "answer"):
+                    short = pc.utf8_slice_codeunits(table[name].cast(pa.string()), 0, SHOWN)
+                    table = table.set_column(table.column_names.index(name), name, short)
+                found.update(zip(((number, place) for place in here.tolist()), table.to_pylist()))
         except (pa.ArrowException, OSError) as error:
             return f"{files[number].name} cannot be read: {str(error).splitlines()[0][:200]}"
         return ""

@@ -346,7 +346,8 @@ def trajectories_page(run: FollowedRun, wanted: Wanted) -> Row:
         found = search(run.path, wanted)
     return {
         "rows": [row | {"kind": format.verdict(row)} for row in found.rows], "total": found.total,
-        "notes": found.notes, "wanted": wanted, "pages": -(-found.total // PAGE), "newest": newest_step(run.path),
+        "more": found.more, "notes": found.notes, "wanted": wanted, "pages": -(-found.total // PAGE),
+        "newest": newest_step(run.path),
     }  # fmt: skip
 
 
