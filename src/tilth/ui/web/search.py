@@ -82,7 +82,7 @@ class Wanted:
 
     def filter(self) -> pc.Expression:
         """Return the condition of a row, besides its text."""
-        found = pc.scalar(True)
+        found = pc.field("step") >= self.steps[0]
         for name, (low, high) in self.ranges.items():
             found = found if low is None else found & (pc.field(name) >= low)
             found = found if high is None else found & (pc.field(name) <= high)
@@ -135,11 +135,12 @@ def search(run: Path, wanted: Wanted) -> FoundRows:
     ends = bool(wanted.text) and wanted.sort == "step" and all(one[1] < other[0] for one, other in pairwise(files))
     paths = [path for _, _, path in (reversed(files) if ends and wanted.down else files)]
     late, most, numbers = time.monotonic() + SECONDS, (wanted.page + 1) * PAGE, list[int]()
+    chosen = wanted.filter()  # 1 ms, as pyarrow looks for modules at each constant
 
     def match(path: Path) -> Matches | None:
         if time.monotonic() > late or (ends and sum(numbers) > most):  # files begin in their order
             return None
-        one = _match(path, wanted, most)
+        one = _match(path, wanted, chosen, most)
         numbers.append(one.number)
         return one
 
@@ -166,7 +167,7 @@ def search(run: Path, wanted: Wanted) -> FoundRows:
     return FoundRows(rows, sum(one.number for one in read), notes, more)
 
 
-def _match(path: Path, wanted: Wanted, most: int) -> Matches:
+def _match(path: Path, wanted: Wanted, chosen: pc.Expression, most: int) -> Matches:
     """Return the rows of a file that match, of which the first ``most`` are kept."""
     try:
         file = _stored(path, state := file_state(path))
@@ -181,7 +182,7 @@ def _match(path: Path, wanted: Wanted, most: int) -> Matches:
         table = file.columns(groups, wanted.columns).append_column("place", pa.array(rows))
         table = table if len(places) == len(rows) else table.filter(pa.array(np.isin(rows, places)))
         whole = wanted.any_in_steps and all(_within(file.bounds("step")[group], wanted.steps) for group in groups)
-        table = table if whole else table.filter(wanted.filter())
+        table = table if whole else table.filter(chosen)
         return Matches(len(table), _first(table.select([*{"step", "id", wanted.sort}, "place"]), wanted, most), "")
     except (pa.ArrowException, OSError) as error:
         if not path.exists():  # a resume has just dropped it
