@@ -10,7 +10,7 @@ import typer
 from tilth.cli.main import UiCommand
 from tilth.core.errors import PluginError
 
-NEEDED = ("fastapi", "uvicorn", "sse_starlette", "plotly")
+NEEDED = ("fastapi", "uvicorn", "plotly")
 """Modules of the extra."""
 
 

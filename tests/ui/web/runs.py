@@ -1,6 +1,7 @@
 """Folders of runs for the tests of the page, and a client of it."""
 
 import json
+import threading
 from contextlib import contextmanager
 
 import pyarrow as pa
@@ -12,12 +13,25 @@ from tests.ui.fake import fake_run
 from tilth.config.load import from_dict
 from tilth.data.trajectories import COLUMNS
 from tilth.runs.directory import RunDir
-from tilth.ui.web.app import make_app
+from tilth.ui.web.app import PageServer, make_app
 
 
 def client_of(folder, token="", host="127.0.0.1"):
     app, path = make_app(folder, token)
     return TestClient(app, base_url=f"http://{host}", raise_server_exceptions=True), path
+
+
+@contextmanager
+def started(folder, token=""):
+    """A server of the pages in a thread of its own."""
+    server = PageServer(folder, "127.0.0.1", 0, token)
+    thread = threading.Thread(target=server.run_here, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
 
 
 def named(root, name):

@@ -1,7 +1,6 @@
 """The pages in headless Chromium: charts are drawn, nothing leaves the machine, no error in the console."""
 
 import shutil
-import threading
 import time
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -11,7 +10,6 @@ import pytest
 from tests.patience import patience
 from tests.ui.web import runs as made
 from tests.ui.web.runs import folder_of_runs
-from tilth.ui.web.app import PageServer
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -23,14 +21,8 @@ pytestmark = [
 
 @contextmanager
 def served(folder, token=""):
-    server = PageServer(folder, "127.0.0.1", 0, token)
-    thread = threading.Thread(target=server.run_here, daemon=True)
-    thread.start()
-    try:
+    with made.started(folder, token) as server:
         yield server.address
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(20)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +47,10 @@ def tab(browser, **options):
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("request", lambda request: asked.append(urlsplit(request.url).hostname))
     page.set_default_timeout(1000 * patience(20))
-    yield page
-    context.close()
+    try:
+        yield page
+    finally:
+        context.close()
     assert wrong == [] and {*asked} <= {"127.0.0.1", None, ""}
 
 

@@ -4,18 +4,23 @@ import asyncio
 import hashlib
 import html
 import json
+import logging
 import math
 import os
 import random
 import re
 import shutil
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing
+from unittest.mock import Mock
 from urllib.parse import quote
 
+import httpx
 import pyarrow.parquet as pq
 import pytest
+import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -1026,6 +1031,51 @@ def test_odd_requests_are_answered_without_a_traceback(client, path, query, more
     for answer in (client.get(path, params=query), client.get(f"/runs/{quote(more, safe='')}")):
         assert answer.status_code in (200, 404, 422), (path, query, answer.text[:500])
         assert "Traceback" not in answer.text
+
+
+def streamed(server, path, act):
+    """The events of a stream to its end, which httpx requires to be a whole one; ``act`` is called after the first."""
+    with httpx.stream("GET", f"{server.address}{path}", timeout=patience(20)) as stream:
+        found = []
+        for line in stream.iter_lines():
+            found.append(line)
+            if line.startswith("data:") and act:
+                act()
+                act = None
+    return found
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_server_that_ends_ends_its_streams(folder, monkeypatch, forced):
+    monkeypatch.setattr("tilth.ui.web.app.TICK", 0.02)
+    with made.started(folder) as server:
+
+        def end():
+            server.should_exit, server.force_exit = True, forced
+
+        assert streamed(server, "events?run=ranks", end)[0] == "event: news"
+
+
+def test_the_end_of_another_server_of_the_process_is_none_of_a_stream(folder, monkeypatch):
+    monkeypatch.setattr("tilth.ui.web.follow.PING", 0.02)
+    with made.started(folder) as server:
+        uvicorn.Server(uvicorn.Config(lambda: None)).handle_exit(signal.SIGTERM, None)
+        with httpx.stream("GET", f"{server.address}events", timeout=patience(20)) as stream:
+            pings = (line for line in stream.iter_lines() if line == ": ping")
+            assert [next(pings) for _ in range(3)]
+
+
+def test_a_reader_that_fails_is_logged_with_its_run_and_pages_ask_again(folder, monkeypatch, caplog):
+    monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.02)
+    caplog.set_level(logging.ERROR, "uvicorn.error")
+    with made.started(folder) as server, monkeypatch.context() as broken:
+        monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)  # as caplog needs
+        failing = Mock(side_effect=MemoryError("no room"))
+        assert streamed(server, "events?run=ranks", lambda: broken.setattr(FollowedRun, "look", failing))
+        assert "'ranks'" in caplog.text and "MemoryError: no room" in caplog.text
+        broken.undo()
+        with httpx.stream("GET", f"{server.address}events?run=ranks", timeout=patience(20)) as stream:
+            assert "event: news" in stream.iter_lines()
 
 
 # ---- the command ----

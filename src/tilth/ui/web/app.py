@@ -17,9 +17,8 @@ import uvicorn
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from tilth.core.errors import DataError, TilthError, parsing
 from tilth.process.access import PatientProtocol, Refusal, check_address, listen, refusal
@@ -96,8 +95,9 @@ def _cookie(server: Any) -> str:
 class GuardedPages:
     """ASGI application around the pages that checks the token, Host, Origin, method and body, and adds ``HEADERS``."""
 
-    def __init__(self, app: Any, visit: OneVisit) -> None:
-        self._app, self._visit = app, visit
+    def __init__(self, app: Any, visit: OneVisit, end: Callable[[], None]) -> None:
+        """end: ends the streams of news."""
+        self._app, self._visit, self.end = app, visit, end
         self._answers: dict[Any, tuple[float, list[MutableMapping[str, Any]]]] = {}
         self._locks: dict[Any, asyncio.Lock] = {}
 
@@ -258,10 +258,11 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
         return shown("runs.html", q=q, state=state, tag=tag, **rows.page(q, state, tag, page))
 
     @app.get("/events")
-    async def events(run: Text = "") -> Response:
+    async def events(request: Request, run: Text = "") -> Response:
         if run:
             await asyncio.to_thread(runs.get, run)
-        return EventSourceResponse(news.of(run), ping=15)
+        head = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}}
+        return Response(**head) if request.method == "HEAD" else StreamingResponse(news.of(run), **head)
 
     @app.get("/curves.json")
     def curves(run: Names, metric: Names, x: Axis = "step", smooth: Whole = 0, since: float = -1.0) -> Response:
@@ -340,7 +341,7 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
 
     _serve_beside_pages(app, assets, visit)
     _answer_errors(app)
-    return GuardedPages(app, visit), f"{ENTER}?key={visit.key}" if token else "/"
+    return GuardedPages(app, visit, news.end), f"{ENTER}?key={visit.key}" if token else "/"
 
 
 def _serve_beside_pages(app: FastAPI, assets: Assets, visit: OneVisit) -> None:
@@ -398,13 +399,13 @@ class PageServer(uvicorn.Server):
     def __init__(self, root: Path, host: str, port: int, token: str) -> None:
         """DataError: no such folder; AddressError: the host needs a token, or the port is taken."""
         check_address(host, token)
-        app, path = make_app(root, token)
+        self._pages, path = make_app(root, token)
         self.listener = listen(host, port)
         name = f"[{host}]" if ":" in host else host
         self.address = f"http://{name}:{self.listener.getsockname()[1]}{path}"
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", server_header=False, log_level="warning", access_log=False,
+                self._pages, lifespan="off", server_header=False, log_level="warning", access_log=False,
                 timeout_graceful_shutdown=1, http=PatientProtocol,
             )
         )  # fmt: skip
@@ -413,6 +414,7 @@ class PageServer(uvicorn.Server):
         """Wait for the end; uvicorn's own loop wakes ten times a second, which is most of what an idle server costs."""
         while not await self.on_tick(0):
             await asyncio.sleep(TICK)
+        self._pages.end()  # else the connections of streams would be cut, unfinished, after the time that is granted
 
     def run_here(self) -> None:
         """Serve until a signal."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import threading
 import time
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sse_starlette import ServerSentEvent
 
 from tilth.core.errors import DataError, TilthError, parsing
 from tilth.data.cache import FileState, file_state
@@ -32,10 +32,14 @@ SLOWLY = 10.0
 """Seconds after which ages on a page are drawn anew, and the list of runs."""
 FRESH = 0.4
 """Seconds in which the folder is not listed again."""
+PING = 15.0
+"""Seconds after which a stream without news has a comment, so that what is between server and page does not end it."""
 SHARE = 30
 """Times what a summary takes until that of a running run is computed anew for a page."""
 TILES, RARELY = 5.0, 500
 """Seconds, and times the processor time that they take, until news have the tiles of a run that goes on again."""
+WAITING = 16
+"""Most news that wait for a page which does not read."""
 KEPT = 160 << 20
 """Bytes of metrics in memory, besides those of the newest run; others are read again where they are asked for."""
 MARKS = ("run.json", "metrics.jsonl", "recipe.toml", "log.txt")
@@ -220,14 +224,18 @@ class News:
     def __init__(self, runs: RunsFolder, head: Callable[[str, Look], str], tiles: Callable[[FollowedRun], str]) -> None:
         """head, tiles: return these parts of a run's page."""
         self._runs, self._head, self._tiles = runs, head, tiles
-        self._pages: dict[str, set[asyncio.Queue[bytes]]] = {}
+        self._pages: dict[str, set[asyncio.Queue[bytes | None]]] = {}
+        """Name -> news that each of its pages has not been sent yet; None ends its stream."""
+        self._ended = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._parts: dict[str, tuple[float, Record]] = {}
         """Name -> when the tiles are due, and the newest parts of the page."""
 
     async def of(self, name: str) -> AsyncIterator[bytes]:
         """Yield the news of a run, or of the folder (""), as server-sent events."""
-        queue: asyncio.Queue[bytes] = asyncio.Queue(16)
+        if self._ended:
+            return
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(WAITING + 1)
         pages = self._pages.setdefault(name, set())
         if pages and name in self._parts:  # what others were sent while this page was hidden
             queue.put_nowait(_event({"parts": self._parts[name][1]}))
@@ -235,8 +243,8 @@ class News:
         if name not in self._tasks or self._tasks[name].done():
             self._tasks[name] = asyncio.create_task(self._read(name))
         try:
-            while True:
-                yield await queue.get()
+            while (event := await _next(queue)) is not None:
+                yield event
         finally:
             self._pages[name].discard(queue)
             if not self._pages[name]:
@@ -244,12 +252,30 @@ class News:
                 del self._pages[name]
                 self._parts.pop(name, None)
 
+    def end(self) -> None:
+        """End all streams, and those that begin from now on: one that is only cut off is an error of the page."""
+        self._ended = True
+        for name in self._pages:
+            self._end_pages(name)
+
+    def _end_pages(self, name: str) -> None:
+        for queue in self._pages[name]:
+            if not queue.full():  # there is room for one end
+                queue.put_nowait(None)
+
     async def _read(self, name: str) -> None:
+        try:
+            await self._follow(name)
+        except Exception:  # whatever it is: pages would wait for news that never come; now they ask again
+            logging.getLogger("uvicorn.error").exception("the news of run %r end", name)
+            self._end_pages(name)
+
+    async def _follow(self, name: str) -> None:
         before: Any = None
         while True:
             mark, event, took = await asyncio.to_thread(self._timed_look, name, before)
             for queue in self._pages[name] if mark != before else ():
-                if not queue.full():  # a page that does not read misses what it would read again anyway
+                if queue.qsize() < WAITING:  # a page that does not read misses what it would read again anyway
                     queue.put_nowait(event)
             before = mark
             await asyncio.sleep(min(max(EVERY, took / PART), 2 * EVERY))
@@ -301,6 +327,15 @@ class News:
         return parts
 
 
+async def _next(queue: asyncio.Queue[bytes | None]) -> bytes | None:
+    """Return the next news of a page, or a comment after ``PING`` seconds."""
+    try:
+        async with asyncio.timeout(PING):
+            return await queue.get()
+    except TimeoutError:
+        return b": ping\n\n"
+
+
 def _event(news: Record) -> bytes:
-    """Return news as an event, made once for all pages."""
-    return ServerSentEvent(json.dumps(news), event="news").encode()
+    """Return news as a server-sent event, made once for all pages."""
+    return f"event: news\ndata: {json.dumps(news)}\n\n".encode()
