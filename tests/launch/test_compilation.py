@@ -7,7 +7,7 @@ import pytest
 
 from tests.flows import tiny
 from tilth.launch import compilation
-from tilth.launch.compilation import COLD, KEY, SAVED, CompileCost, cached, choose, measured_seconds
+from tilth.launch.compilation import COLD, KEY, SAVED, CompileCost, cached, choose, measured_seconds, possible
 from tilth.models.family import new_config
 from tilth.runs.readers import read_state
 
@@ -58,6 +58,30 @@ def test_what_cannot_be_compiled_is_eager_with_a_reason(tmp_path, monkeypatch, t
         monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
     found = chosen(tmp_path, 1e9, monkeypatch=monkeypatch, train=train)
     assert not found.compiled and why in found.why
+
+
+@pytest.mark.parametrize(("device", "rest"), [("cpu", (False, False)), ("cuda", (False, True))])
+def test_what_this_machine_cannot_compile_is_eager_with_one_sentence(tmp_path, monkeypatch, device, rest):
+    asked = tiny.recipe(tmp_path, train={"compile": True}, rollout={"compile": True})
+    monkeypatch.setattr(compilation.shutil, "which", str)
+    monkeypatch.setattr(compilation, "triton_missing", str)
+    assert possible(asked, device) == (asked, [])
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compilation, "triton_missing", lambda: "no Triton")
+    made, (said,) = possible(asked, device)
+    assert (made.train.compile, made.rollout.compile) == rest and "train.compile" in said
+    far = tiny.recipe(tmp_path, train={"compile": True}, cluster={"backend": "ray", "address": "10.0.0.1:6379"})
+    assert possible(far, device) == (far, [])
+
+
+def test_a_run_without_a_compiler_says_so_once_and_is_eager(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    train = {"compile": True, "device": "cpu"}
+    asked = tiny.recipe(tmp_path, train=train, supervised={"steps": 1}, algorithm={"steps": 0})
+    seen = tiny.Recorder()
+    result = tiny.run(asked, callbacks=[seen])
+    assert read_state(result.directory)["state"] == "finished"
+    assert len([text for text in seen.messages if "train.compile = true: eager: " in text]) == 1
 
 
 def test_a_resumed_run_keeps_to_its_decision(tmp_path, monkeypatch):

@@ -41,8 +41,9 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools, load_environment
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Split
-from tilth.launch.compilation import choose
+from tilth.launch.compilation import choose, possible
 from tilth.launch.rewards import is_unscored
+from tilth.models import row_product
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hub import fetched
@@ -196,6 +197,10 @@ def build(
         choice = choose(resolved(recipe), config, plan, compiled)
         recipe = recipe.replaced("train", compile=choice.compiled)
         data.notes.append(f"train.compile = auto: {choice.why}")
+    recipe, eager = possible(recipe, resolved(recipe).train.device)
+    data.notes += eager
+    if missing := _kernels_missing(recipe, generates=generates):
+        data.notes.append(missing)
     if pool is None and is_unscored(recipe):
         plan = replace(plan, evaluations=0)
         data.notes.append("nothing scores answers, so there are no evaluations; reward.function would")
@@ -217,6 +222,15 @@ def build(
     return RunParts(
         recipe, config, tokenizer, data.train, data.heldout, plan, roles, [*recipe.told, *data.notes], adopt, followed
     )
+
+
+def _kernels_missing(recipe: Recipe, *, generates: bool) -> str:
+    """Return a sentence if workers of this machine use kernels for CPUs and cannot build them; one in this process
+    says so itself."""
+    used = recipe.train.precision == "fp32" and (generates or recipe.train.parity)
+    if recipe.cluster.backend == "inline" or on_many_machines(recipe) or not used:
+        return ""
+    return row_product.missing() if resolved(recipe).train.device == "cpu" else ""
 
 
 def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:

@@ -8,6 +8,7 @@ follows, since compiled passes round otherwise.
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ import torch
 from tilth.cluster.backends.capacity import cores
 from tilth.config.checks import learners
 from tilth.config.schema import Recipe
+from tilth.core.device import triton_missing
 from tilth.core.errors import StorageError
 from tilth.core.files import make_folder, writing
 from tilth.flows.callbacks import Callback, RunView
 from tilth.models.config import DecoderConfig
 from tilth.plan.devices import DEVICES
+from tilth.plan.memory import on_many_machines
 from tilth.plan.steps import RunPlan
 from tilth.runs.costs import measured_file
 from tilth.runs.files import to_json
@@ -69,10 +72,29 @@ def _impossible(recipe: Recipe) -> str:
         return "zero-bubble splits the backward pass"
     if recipe.policy.lora.dropout:
         return "dropout of adapters would compile every step anew"
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None and shutil.which("clang++") is None:
-        return f"there is no C++ compiler ({compiler})"
-    return ""
+    return _missing(recipe.train.device)
+
+
+def possible(recipe: Recipe, device: str) -> tuple[Recipe, list[str]]:
+    """Return a recipe without compiled passes that this machine cannot make, and why. device: of its workers.
+
+    A GPU generates by CUDA graphs, which need no compiler.
+    """
+    sections = ("train",) if device.startswith("cuda") else ("train", "rollout")
+    asked = [section for section in sections if getattr(recipe, section).compile is True]
+    if not asked or on_many_machines(recipe) or not (missing := _missing(device)):
+        return recipe, []
+    for section in asked:
+        recipe = recipe.replaced(section, compile=False)
+    return recipe, [f"{' and '.join(f'{section}.compile' for section in asked)} = true: eager: {missing}"]
+
+
+def _missing(device: str) -> str:
+    """Return what this machine lacks to compile; "" if nothing."""
+    if device.startswith("cuda"):
+        return triton_missing()
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch looks for no other
+    return "" if shutil.which(compiler) else f"there is no C++ compiler {compiler}; install it, or set CXX"
 
 
 def training_seconds(recipe: Recipe, plan: RunPlan) -> float:
