@@ -101,12 +101,8 @@ def test_errors_stop_or_are_counted(plugin, letters, tmp_path, monkeypatch, alwa
         prompts = load_source(mixed(plugin, {**part, "on_error": "skip"}), home=Home(str(tmp_path)))
         assert [p.text for p in prompts] == ["a", "bb", "ccc", "d"]
         (line,) = prompts.left_out()
-        assert (
-            line.startswith(
-                "source 1: 1 by errors left out (first: data.mixture.x.transform: transform 'fails' (mine.py:"
-            )
-            and "no b" in line
-        )
+        first = f"{letters}:4: data.mixture.x.transform: transform 'fails' (mine.py:"
+        assert line.startswith(f"source 1: 1 by errors left out (first: {first}") and "no b" in line
 
 
 def test_a_transform_that_returns_something_else(plugin, letters):

@@ -127,12 +127,13 @@ def test_a_mixture_is_refused(folder, case):
 
 
 def test_a_sample_longer_than_all_ranks_together_is_refused_before_there_are_roles(folder, monkeypatch):
-    """The longest has 7 tokens."""
+    """The longest has 7 tokens; nothing is generated, so that no answer counts."""
     monkeypatch.setattr(build, "make_roles", lambda *given: None)
 
     def built(ranks, tokens):
         layout = {"cluster": {"backend": "local", "workers": ranks}, "policy": {"layout": {"hdp": ranks}}}
-        made = recipe(folder, part("good"), train={"micro_tokens": tokens}, **layout if ranks > 1 else {})
+        sections = {"train": {"micro_tokens": tokens}, "rollout": {"max_tokens": 12}, **(layout if ranks > 1 else {})}
+        made = recipe(folder, part("good"), **sections)
         build.build(made, recipe_prompts(made), None, tiny.inline())
 
     with raises(PlanError, "layout.hdp"):

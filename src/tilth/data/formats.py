@@ -73,7 +73,8 @@ def tried_records(source: str) -> Iterator[Tried]:
         try:
             yield from _reader(path)(path)
         except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
-            raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}", key=path.name) from None
+            damaged = "" if isinstance(error, OSError) and error.strerror else "; write or copy it again, it is damaged"
+            raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}{damaged}", key=path.name) from None
 
 
 def is_source(source: str) -> bool:

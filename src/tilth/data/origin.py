@@ -168,7 +168,8 @@ class RecordOrigin:
         try:
             found = call_declared(declaration, *given)
         except PluginError as error:
-            raise PluginError(f"{self.key}.{use}: {error}", key=f"{self.key}.{use}") from error
+            skips = f"; {self.key}.on_error=skip leaves such records out" * (self.part.on_error == "stop")
+            raise PluginError(f"{where}: {self.key}.{use}: {error}{skips}", key=f"{self.key}.{use}") from error
         if not isinstance(found, (bool, np.bool_) if use == "filter" else Mapping):
             wanted, title = "True or False" if use == "filter" else "a record", f"{self.key}.{use}: {declaration.title}"
             message = f"{where}: {title} returned a {type(found).__name__}, not {wanted}"

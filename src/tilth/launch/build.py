@@ -554,7 +554,7 @@ def prompt_checks(
         yield lambda: check_pairs(prompts, template, context) - room
     elif recipe.supervised.steps or recipe.supervised.epochs:
         yield lambda: check_examples(train, template, context) * 0
-    yield lambda: _check_holdout(recipe, len(prompts), len(heldout))
+    yield lambda: _check_holdout(recipe, len(prompts), len(heldout)) - room
 
 
 def _check_episodes(recipe: Recipe, template: Template) -> int:
