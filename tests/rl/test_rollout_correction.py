@@ -427,7 +427,7 @@ def farthest_left_out(log_ratios, advantages, bound):
 @pytest.mark.parametrize("bound", [1e-5, 0.04, 0.3, 100.0])
 @pytest.mark.parametrize("stale", [1e-3, 0.2, 3.0])
 def test_second_moment(bound, stale):
-    """Mask, weights, and the gradient of sum(M * pi / mu * A) / tokens, against numpy in float64."""
+    """Weights, and value and gradient of sum(M * pi / mu * A) / all tokens, against numpy in float64."""
     random = np.random.default_rng(3)
     old, advantages = random.normal(-2, 1, 400), random.normal(0, 1, 400)
     rollout = old - stale * random.standard_t(2, 400)
@@ -436,16 +436,37 @@ def test_second_moment(bound, stale):
     given = {"mask": torch.ones(400), "lengths": torch.full((40,), 10), "advantages": torch.from_numpy(advantages)}
     columns = {"old_logprobs": torch.from_numpy(old), "rollout_logprobs": torch.from_numpy(rollout)}
     found = rl.correct("decoupled_m2po", second_moment=bound, **columns, **given)
-    assert np.array_equal(found.mask.numpy(), mask)
-    close(found.weights, np.exp(log_ratios), 0, 1e-12)
+    assert found.mask.all()  # what is left out stays in the denominator
+    close(found.weights, mask * np.exp(log_ratios), 0, 1e-12)
     close(float(found.metrics["correction/rejected/second_moment"]), np.mean(~mask))
     logprobs = columns["old_logprobs"].clone().requires_grad_()
-    given["mask"] = found.mask
     loss = rl.policy_loss(
         "ppo_clip", logprobs=logprobs, old_logprobs=columns["old_logprobs"], weights=found.weights, **given
     )
     loss.loss.backward()
-    close(-logprobs.grad, mask * np.exp(log_ratios) * advantages / max(mask.sum(), 1), 1e-12, 1e-12)
+    each = mask * np.exp(log_ratios) * advantages / 400
+    close(-loss.loss.item(), each.sum(), 1e-12, 1e-12)
+    close(-logprobs.grad, each, 1e-12, 1e-12)
+
+
+def within_a_cap(squares, bound):
+    """Its authors' code: those up to the greatest t of the given squares with mean(min(squares, t)) <= bound."""
+    caps = [t for t in squares if np.minimum(squares, t).mean() <= bound]
+    return squares <= max(caps, default=-1.0)
+
+
+@pytest.mark.parametrize("stale", [0.05, 0.2, 1.0, 3.0])
+def test_second_moment_keeps_what_its_authors_code_keeps(stale):
+    """Its clip is nowhere farther out than our mask; both let all pass where the second moment is within the bound."""
+    random = np.random.default_rng(5)
+    gaps = stale * random.standard_t(3, 600)
+    columns = {"old_logprobs": torch.from_numpy(gaps), "rollout_logprobs": torch.zeros(600, dtype=torch.float64)}
+    given = {"mask": torch.ones(600), "lengths": torch.full((60,), 10), "advantages": torch.ones(600)}
+    ours = rl.correct("decoupled_m2po", **columns, **given).weights.numpy() > 0
+    further = gaps > 0
+    theirs = within_a_cap(gaps[further] ** 2, 0.04)
+    assert ours[~further].all() and (ours[further] >= theirs).all()
+    assert ours.all() == theirs.all() == (np.mean(gaps[further] ** 2) <= 0.04) == (stale == 0.05)
 
 
 def test_second_moment_learns_from_what_clipping_hides():
@@ -458,7 +479,7 @@ def test_second_moment_learns_from_what_clipping_hides():
     columns = {"old_logprobs": torch.from_numpy(gaps), "rollout_logprobs": torch.zeros(2000, dtype=torch.float64)}
     given = {"mask": torch.ones(2000), "lengths": torch.tensor([2000]), "advantages": torch.from_numpy(advantages)}
     found = rl.correct("decoupled_m2po", second_moment=0.05, **columns, **given)
-    assert (~found.mask).nonzero().flatten().tolist() == [0]
+    assert (found.weights == 0).nonzero().flatten().tolist() == [0]
     assert np.mean(np.exp(gaps[gaps > 0]) > 1.2) > 0.3
 
 

@@ -10,8 +10,9 @@ statistics of k1, k2, k3, of sequences with a negative advantage, after the mask
 tokens until the second moment of log rho over the global batch is small enough (M2PO, 2510.01161).
 
 These two masks compare mu with theta at each optimizer step; ours compare mu with old, once, because the denominators
-must be known before the first micro-batch. They agree at the first step on a batch. M2PO's follows its authors'
-code: tokens that the update brings back to mu stay.
+must be known before the first micro-batch. They agree at the first step on a batch. M2PO's objective is the published
+one: 1 / tokens * sum(M r A) over all tokens, r without a bound. M is 0 at the farthest tokens, as in AReaL, but tokens
+that the update brings back to mu stay, as in its authors' code.
 """
 
 import math
@@ -356,9 +357,9 @@ register("corrections", "decoupled_negative")(
 )
 register("corrections", "decoupled_m2po")(
     _preset(
-        _TOKEN | {"max_weight": 0.0, "second_moment": 0.04},
-        "Weights of tokens without a bound; of the tokens that the update pushes further from mu the farthest are left "
-        "out, until the second moment of log rho is small enough (M2PO). Not in verl.",
+        _TOKEN | {"max_weight": 0.0, "second_moment": 0.04, "denominators": "all"},
+        "Weights of tokens without a bound; of the tokens that the update pushes further from mu the farthest weigh 0, "
+        "until the second moment of log rho is small enough; the loss divides by all tokens (M2PO). Not in verl.",
     )
 )
 register("corrections", "bypass_ppo_clip")(_preset(_CLIP, "Two policies: the clipped ratio is taken to mu."))

@@ -34,7 +34,7 @@ PRESETS: dict[str, Options] = {
     "decoupled_k3_rs_token_tis": _K3 | _TOKEN,
     "decoupled_seq_mis": _SEQUENCE | {"beyond": "reject"},
     "decoupled_negative": {"reject_negative": 0.5},
-    "decoupled_m2po": _TOKEN | {"max_weight": 0.0, "second_moment": 0.04},
+    "decoupled_m2po": _TOKEN | {"max_weight": 0.0, "second_moment": 0.04, "denominators": "all"},
     "bypass_ppo_clip": _BYPASS,
     "bypass_ppo_clip_geo_rs": _BYPASS | _GEO,
     "bypass_ppo_clip_k3_rs": _BYPASS | _K3,
