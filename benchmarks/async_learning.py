@@ -9,7 +9,9 @@ addition-grpo`` that recipe: its model, batch and optimizer, from its warm-up on
 is fine-tuned once for each task, and every run goes on from there with GRPO: with ``rollout.staleness`` 0, 1, 4,
 "free", with and without ``algorithm.correction``, and with both ways of ``rollout.inflight`` where these differ. A
 run's figure is the mean reward of answers drawn for the same held-out prompts after its last step. A row is inside
-where its mean over seeds lies between the least and the greatest seed of staleness 0 with correction.
+where its mean over seeds lies between the least and the greatest seed of staleness 0 with correction. That run has
+another row for each N of ``--staleness``: its figure N steps before its end, where it knows what samples N versions
+behind can tell. What a row of staleness N is below this one, the delay alone does not explain.
 
 ``--far``, in place of these: addition with samples that are up to 256 versions behind (Second-Moment Trust Policy
 Optimization, M2PO, is said to learn from such), with the default correction, with M2PO and without any. The engine
@@ -117,17 +119,17 @@ def settings(task: str, folder: Path, seed: int) -> dict[str, Any]:
 
 
 class Draw(Callback):
-    """Draw answers to held-out prompts after the last step, and keep their mean reward."""
+    """Draw answers to held-out prompts after some steps, by the same random numbers, and keep their mean reward."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.reward = steps, 0.0
+    def __init__(self, *steps: int) -> None:
+        self.rewards = dict.fromkeys(sorted(steps), 0.0)
 
     def on_step_end(self, run: Any, step: int, metrics: dict[str, Any]) -> None:
         """Ask the engines, which have the newest weights."""
-        if step == self.steps:
+        if step in self.rewards:
             with run.store.scope():
                 drawn = run.generate_and_score(ask(run.evaluator.chosen().tolist(), DRAWN, DRAWN_IDS))
-                self.reward = float(drawn["reward"].mean())
+                self.rewards[step] = float(drawn["reward"].mean())
 
 
 def warm_up(task: str, folder: Path) -> None:
@@ -143,8 +145,8 @@ def warm_up(task: str, folder: Path) -> None:
     run_recipe(from_dict(made), name=WARM, reward=right)
 
 
-def learn(case: Case, seed: int, folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """Make one run; return its figures."""
+def learn(case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Make one run; return its figures at its end, then those of so many steps before it."""
     made = settings(case.task, folder, seed)
     rows = sizes.prompts * sizes.group * (FAR + 1 if case.staleness == FAR else 1)
     made["rollout"] |= {"prompts": sizes.prompts, "group": sizes.group, "max_rows": rows}
@@ -156,35 +158,40 @@ def learn(case: Case, seed: int, folder: Path, sizes: Sizes) -> dict[str, Any]:
         "steps": sizes.steps, "correction": case.correction
     }  # fmt: skip
     name = "-".join(map(str, (*case[1:], seed)))
-    draw = Draw(sizes.steps)
+    draw = Draw(sizes.steps, *(sizes.steps - n for n in before))
     reward = None if case.task == RECIPE else right
     records = read_metrics(run_recipe(from_dict(made), name=name, reward=reward, callbacks=[draw]).directory)
 
-    def mean(metric: str) -> float:
-        return round(statistics.fmean(record.get(metric, 0.0) for record in records), 3)
+    def figures(steps: int) -> dict[str, Any]:
+        some = records[:steps]
 
-    found = {**case._asdict(), "seed": seed, "samples": sum(record["samples"] for record in records)}
-    found |= {
-        "before": round(records[0]["reward/mean"], 4),
-        "reward_of_20_steps": round(statistics.fmean(record["reward/mean"] for record in records[-20:]), 4),
-        "reward": round(draw.reward, 4),
-        "versions_behind": mean("staleness/mean"),
-    }
-    return found | {"of_several_versions": mean("fully_async/partial/partial_ratio")}
+        def mean(metric: str) -> float:
+            return round(statistics.fmean(record.get(metric, 0.0) for record in some), 3)
+
+        found = {**case._asdict(), "steps": steps, "seed": seed, "samples": sum(record["samples"] for record in some)}
+        found |= {
+            "before": round(some[0]["reward/mean"], 4),
+            "reward_of_20_steps": round(statistics.fmean(record["reward/mean"] for record in some[-20:]), 4),
+            "reward": round(draw.rewards[steps], 4),
+            "versions_behind": mean("staleness/mean"),
+        }
+        return found | {"of_several_versions": mean("fully_async/partial/partial_ratio")}
+
+    return [figures(steps) for steps in sorted(draw.rewards, reverse=True)]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of a task: mean and standard deviation over seeds, and where the mean lies."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        grouped.setdefault(tuple(row[name] for name in Case._fields), []).append(row)
+        grouped.setdefault(tuple(row[name] for name in (*Case._fields, "steps")), []).append(row)
     base = [row["reward"] for row in next(iter(grouped.values()))]
     found = list[str]()
-    for (task, staleness, correction, inflight), some in grouped.items():
+    for (task, staleness, correction, inflight, steps), some in grouped.items():
         rewards = [row["reward"] for row in some]
         mean, spread = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         where = "below" if mean < min(base) else "above" if mean > max(base) else "inside"
-        how = f"{task:<9} {staleness!s:>4} {inflight:<6} {correction or 'as it is':<18}"
+        how = f"{task:<9} {staleness!s:>4} {inflight:<6} {correction or 'as it is':<18} step {steps:<3}"
         behind = statistics.fmean(row["versions_behind"] for row in some)
         several = statistics.fmean(row["of_several_versions"] for row in some)
         found.append(
@@ -201,7 +208,7 @@ def main() -> None:
     parser.add_argument("--staleness", nargs="+", default=["1", "4", "free"])
     parser.add_argument("--far", action="store_true")
     asked = parser.parse_args()
-    behind = [int(one) if one.isdecimal() else one for one in (["4"] if asked.quick else asked.staleness)]
+    behind = [int(one) if one.isdecimal() else one for one in (["2"] if asked.quick else asked.staleness)]
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         tasks = [asked.task] if asked.task else ["addition"] if asked.far else list(WARM_STEPS)[asked.quick :]
@@ -212,11 +219,13 @@ def main() -> None:
             write(SORTING, folder)
             warm_up(task, folder)
             own = list[dict[str, Any]]()
+            before = [n for n in behind if isinstance(n, int) and 0 < n < sizes.steps]
             for seed in asked.seeds[: 1 if asked.quick else None]:
-                for case in far(task) if asked.far else cases(task, behind):
-                    own.append(learn(case, seed, folder, sizes))
+                for i, case in enumerate(far(task) if asked.far else cases(task, behind)):
+                    own += learn(case, seed, folder, sizes, [] if i or asked.far else before)
                     write_rows(asked.json, rows + own)
-            same_work({f"run {i}": {"samples": row["samples"]} for i, row in enumerate(own)})
+            ends = [row for row in own if row["steps"] == sizes.steps]
+            same_work({f"run {i}": {"samples": row["samples"]} for i, row in enumerate(ends)})
             print("\n".join(table(own)), flush=True)
             rows += own
 
