@@ -159,10 +159,10 @@ def round_trip(compressor, row, sizes):
     pieces = [GradientPiece(f"p{i}", (slice(0, size),), size) for i, size in enumerate(sizes)]
     coder = Coder(compressor, 0, GIVEN, feedback=False)
     coder.names = frozenset(piece.name for piece in pieces)
-    code = coder.pack(row.clone(), pieces, 0)
+    (code,) = coder.pack(row.clone()[None], [pieces], [0])
     found = torch.zeros_like(row)
     assert len(code) == coder.length(pieces, row.dtype)
-    coder.unpack(found, code, pieces, 0)
+    coder.unpack([found], [code], [pieces], [0], [0])
     return found
 
 
@@ -199,7 +199,7 @@ def test_a_small_gradient_is_sent_in_time_by_feedback(feedback, learned, sent):
     for number in range(200):
         coder.begin(number)
         row = torch.tensor([(-1.0) ** number, 0.05])
-        coder.pack(row, pieces, 0)
+        coder.pack(row[None], [pieces], [0])
         coder.settle(learned)
         total += row
     assert float(total[1]) == pytest.approx(200 * 0.05 * sent, abs=1.1) and abs(float(total[0])) <= 2.0

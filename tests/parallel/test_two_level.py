@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.parallel.layouts import Case, build, engine_of, weights
 from tests.parallel.test_comm import Operators
@@ -12,10 +13,14 @@ from tilth.config.schema import CommConfig
 from tilth.core.layout import Mesh
 from tilth.core.random import stream
 from tilth.guard.snapshots import compare
+from tilth.models import row_product
+from tilth.parallel.compress import four_bits
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.quantise import BLOCK, transform
 from tilth.parallel.reducer import EXACT, GradientPiece
 from tilth.parallel.sharded import shard
-from tilth.parallel.two_level import BLOCK, TwoLevelReducer, TwoLevels, hadamard, reducer_of
+from tilth.parallel.sync import CompressedReducer
+from tilth.parallel.two_level import TwoLevelReducer, TwoLevels, reducer_of
 from tilth.roles.state import Learner
 
 HERE = "tests.parallel.test_two_level:"
@@ -25,23 +30,40 @@ COUNT = 300
 
 
 def test_the_transform_undoes_itself():
-    h = hadamard(BLOCK)
-    assert torch.equal(h @ h, BLOCK * torch.eye(BLOCK)) and set(h.unique().tolist()) == {-1.0, 1.0}
+    """Sylvester's matrix is symmetric, its first row is 1, and rows that differ are orthogonal."""
+    h = torch.eye(BLOCK)
+    transform([h.view(-1)], 1.0)
+    assert torch.equal(h, h.t()) and set(h.unique().tolist()) == {-1.0, 1.0} and (h[0] == 1).all()
+    transform([h.view(-1)], 1 / BLOCK)
+    assert torch.equal(h, torch.eye(BLOCK))
 
 
-def summed(rank, ranks, node_size, smooth, kind, draws=1):
+def test_the_kernel_transforms_with_the_bits_of_torch_s_functions(monkeypatch):
+    row_product.prepare()
+    if not row_product.ready():
+        pytest.skip("the kernels cannot be built here")
+    given = [stream(0, "values", count).normal(0, count) for count in (1, 31, 32, 33, 64, 1000)]
+    fast, slow = ([one.clone() for one in given] for _ in range(2))
+    transform(fast, 0.25)
+    monkeypatch.setattr(row_product, "_library", None)
+    transform(slow, 0.25)
+    assert all(map(torch.equal, fast, slow)) and torch.equal(fast[0], given[0])
+    assert torch.equal(fast[3][32:], given[3][32:]) and not torch.equal(fast[3][:32], given[3][:32])
+
+
+def summed(rank, ranks, node_size, smooth, kind, draws=1, count=COUNT):
     """This rank's part of a sum and the exact one, mean over draws; bytes sent by operation and ranks; what it gave."""
     grid = ParallelDims.of(Mesh.of({"dp": ranks}), rank)
     reducer, group = TwoLevelReducer(TwoLevels(smooth=smooth), node_size=node_size), grid.group("dp")
     reducer._grid = grid
     reducer._within.names = reducer._across.names = frozenset({"a"})
-    row = [GradientPiece("a", (slice(0, COUNT),), COUNT), GradientPiece("b", (slice(0, 3),), 3)]
+    row = [GradientPiece("a", (slice(0, count),), count), GradientPiece("b", (slice(0, 3),), 3)]
     pieces = [row for _ in range(ranks)]
-    every = torch.stack([values(r, ranks, kind) for r in range(ranks)])
+    every = torch.stack([values(r, ranks, kind, count) for r in range(ranks)])
     found = []
     for number in range(draws):
         reducer.begin(number)
-        given, out = every[rank].clone(), torch.empty(COUNT + 3)
+        given, out = every[rank].clone(), torch.empty(count + 3)
         with Operators() as operators:
             reducer.code(given.view(-1), group, "sum", pieces)
             reducer.reduce_scatter(out, given.view(-1), group, "sum")()
@@ -49,9 +71,9 @@ def summed(rank, ranks, node_size, smooth, kind, draws=1):
     return torch.stack(found), every.sum(0)[rank], operators.seen, given
 
 
-def values(rank, ranks, kind):
-    """[ranks, COUNT + 3]: for each part. signs: 1 and -1, the same on all ranks, so that no rounding is needed."""
-    x = stream(0, kind, 0 if kind == "signs" else rank).normal(0, ranks * (COUNT + 3)).view(ranks, -1)
+def values(rank, ranks, kind, count=COUNT):
+    """[ranks, count + 3]: for each part. signs: 1 and -1, the same on all ranks, so that no rounding is needed."""
+    x = stream(0, kind, 0 if kind == "signs" else rank).normal(0, ranks * (count + 3)).view(ranks, -1)
     if kind == "signs":
         x = x.sign()
     elif kind == "heavy":
@@ -80,6 +102,57 @@ def test_rounded_parts_keep_their_mean(pool, size):
         assert (error <= 5 * spread + 1e-5 * exact.abs().max()).all()
         torch.testing.assert_close(found[0, COUNT:], exact[COUNT:])  # what is not compressed
         assert (found - exact).norm(dim=1).max() < 0.5 * exact.norm()
+
+
+def variance(x, bits):
+    """Of a rounding at random of x [n] in groups of 128, summed: s^2 f (1 - f), f what x / s has behind its point."""
+    scales = x.view(-1, 128).abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    places = (x.view(-1, 128) / scales).double()
+    return float((scales.double() ** 2 * (places - places.floor()) * (places.ceil() - places)).sum())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+def test_the_error_of_a_sum_is_that_of_its_two_roundings(pool, kind):
+    """Of an eighth of a matrix [192, 192], in 2 nodes of 2: the squared error is the variance of 4 codes of 8 bits and
+    of 2 of 4 bits, over 32, as blocks of 32 are rounded after a transform of which the square is 32."""
+    count, ranks, size = 24 * 192, 4, 2
+    every = torch.stack([values(rank, ranks, kind, count) for rank in range(ranks)])[:, :, :count].clone()
+    transform([every.view(-1)], 1.0)
+    how = {"ranks": ranks, "node_size": size, "smooth": True, "kind": kind, "draws": 12, "count": count}
+    for owner, (found, exact, _, _) in enumerate(pool.run(4, HERE + "summed", **how)):
+        nodes = every[:, owner].view(ranks // size, size, -1)
+        wanted = sum(variance(one, 8) for one in nodes.flatten(0, 1)) + sum(variance(one, 4) for one in nodes.sum(1))
+        errors = (found - exact)[:, :count].double()
+        assert float(errors.square().sum(1).mean()) == pytest.approx(wanted / BLOCK, rel=0.05)
+        assert float(errors.mean()) == pytest.approx(0, abs=5 * (wanted / BLOCK / count / errors.numel()) ** 0.5)
+
+
+def followed(rank, steps, count):
+    """Weights that all ranks have, after steps that follow this rank's exact ones; the greatest distance between the
+    two, in scales of what was sent; the greatest error of what is called left out."""
+    grid, reducer = ParallelDims.of(Mesh.of({"dp": 2}), rank), CompressedReducer(None, weights=four_bits())
+    reducer._weights.names, reducer._weights.left["a"] = frozenset({"a"}), torch.zeros(count)
+    pieces, whole = [[GradientPiece("a", (slice(0, count),), count)]] * 2, torch.zeros(2, count)
+    exact, apart, wrong = whole[rank].clone(), 0.0, 0.0
+    for number in range(steps):
+        reducer.begin(number)
+        exact += 1e-3 * stream(0, "change", rank, number).normal(0, count) ** 3
+        groups = F.pad(exact - whole[rank], (0, -count % 2048)).view(-1, 2048)
+        scales = (groups.abs().amax(1) / 7).repeat_interleave(2048)[:count]
+        reducer.gather_weights(whole, exact.clone(), grid.group("dp"), pieces)
+        reducer.settle(True)
+        apart = max(apart, float(((exact - whole[rank]).abs() / scales).max()))
+        wrong = max(wrong, float((whole[rank] + reducer._weights.left["a"] - exact).abs().max()))
+    return whole, apart, wrong
+
+
+@pytest.mark.dist
+def test_changes_follow_the_exact_weights_within_one_rounding(pool):
+    """What a step leaves out is in the next change: the distance after 100 steps is that after one."""
+    (first, *_), (second, *_) = found = pool.run(2, HERE + "followed", steps=100, count=3000)
+    assert torch.equal(first, second) and first.abs().max() > 0.1
+    assert all(apart < 1 + 1e-3 and wrong < 1e-6 for _, apart, wrong in found)
 
 
 @pytest.mark.dist
@@ -145,6 +218,21 @@ def test_copies_stay_equal_and_training_goes_on(pool, case, section):
         assert own[5] == ["", "", ""]
         assert own[0] == pytest.approx(exact[0], rel=0.05) and own[0][1:] != exact[0][1:]
     assert all(compare({r: own[4][at] for r, own in enumerate(found)}) is None for at in range(3))
+
+
+def trained_in_bf16(rank):
+    """Verdicts of sums, where products of matrices are of bf16 if the processor has them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return trained(rank, ONE, SDP4BIT)[5]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.dist
+def test_sums_are_those_of_fp32_where_products_are_not(pool):
+    assert pool.run(2, HERE + "trained_in_bf16") == [["", "", ""]] * 2
 
 
 @pytest.mark.dist

@@ -1,5 +1,7 @@
 // Codes of gradients (tilth.parallel.quantise, tilth.parallel.compress), many tensors a call, with the bits of torch's
 // functions: nothing is contracted. Plain loops, which a compiler turns into those of vectors.
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -38,6 +40,28 @@ FAST static void uniform(uint64_t seed, uint64_t stream, uint64_t block, float* 
     u[4 * j + 1] = (float)(int32_t)(words[1][j] >> 8) * 0x1p-24f;
     u[4 * j + 2] = (float)(int32_t)(words[2][j] >> 8) * 0x1p-24f;
     u[4 * j + 3] = (float)(int32_t)(words[3][j] >> 8) * 0x1p-24f;
+  }
+}
+
+// Sylvester's Hadamard matrix times each whole block of 32 values, times a factor, in place: sums and differences of
+// values at a distance of 1, 2, .. 16, in this order.
+static inline __m256 crossed(__m256 x) {
+  x = _mm256_blend_ps(x + _mm256_permute_ps(x, 0xB1), _mm256_permute_ps(x, 0xB1) - x, 0xAA);
+  x = _mm256_blend_ps(x + _mm256_permute_ps(x, 0x4E), _mm256_permute_ps(x, 0x4E) - x, 0xCC);
+  const __m256 other = _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_blend_ps(x + other, other - x, 0xF0);
+}
+
+static void transformed(float* x, long count, float factor) {
+  const __m256 times = _mm256_set1_ps(factor);
+  for (long at = 0; at + 32 <= count; at += 32, x += 32) {
+    const __m256 a = crossed(_mm256_loadu_ps(x)), b = crossed(_mm256_loadu_ps(x + 8));
+    const __m256 c = crossed(_mm256_loadu_ps(x + 16)), d = crossed(_mm256_loadu_ps(x + 24));
+    const __m256 ab = a + b, ba = a - b, cd = c + d, dc = c - d;
+    _mm256_storeu_ps(x, (ab + cd) * times);
+    _mm256_storeu_ps(x + 8, (ba + dc) * times);
+    _mm256_storeu_ps(x + 16, (ab - cd) * times);
+    _mm256_storeu_ps(x + 24, (ba - dc) * times);
   }
 }
 
@@ -275,4 +299,8 @@ extern "C" void greatest_encode(const Part* parts, long n, int threads) {
   each(n, threads, [=](long i) {
     greatest_of(parts[i].values, parts[i].count, (long)parts[i].more, (int32_t*)parts[i].code);
   });
+}
+
+extern "C" void hadamard(const Part* parts, long n, float factor, int threads) {
+  each(n, threads, [=](long i) { transformed(parts[i].values, parts[i].count, factor); });
 }

@@ -42,7 +42,7 @@ ARGUMENTS = {
     "row_product": "ppppnnnni", "row_scores": "pppnnnnnni", "row_values": "pppnnnnnnni", "row_norm": "pppnnfi",
     "row_gated": "ppppnnnni", "row_softmax": "ppnn", "row_heads": "pppppppnnnnnfi", "row_pass": "ppppppppff",
     "dither_encode": "pninni", "dither_decode": "pnini", "signs_encode": "pnpi", "signs_decode": "pni",
-    "greatest_encode": "pni",
+    "greatest_encode": "pni", "hadamard": "pnfi",
 }  # fmt: skip
 """Function of the library -> its arguments: pointers, numbers, an int or a float."""
 WHEN_LOADED = list[Callable[[], None]]()

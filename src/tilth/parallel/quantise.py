@@ -13,6 +13,8 @@ from torch import Tensor
 from tilth.core.random import Stream, uniform_parts
 from tilth.models.row_product import library, prepare, ready
 
+BLOCK = 32
+"""Values that are transformed together."""
 _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 """Bits of a value -> integers with as many bytes as a byte has values."""
 
@@ -101,6 +103,26 @@ def _cut(padded: Tensor, groups: Sequence[int], group: int, counts: Sequence[int
     """Return what was padded to whole groups."""
     parts = padded.split([own * group for own in groups])
     return torch.cat([own[:count] for own, count in zip(parts, counts)])
+
+
+def transform(parts: Sequence[Tensor], factor: float) -> None:
+    """Multiply whole blocks of 32 values of contiguous tensors [n] by Sylvester's Hadamard matrix H of 1 and -1,
+    H H = 32, and by a factor, in place; the last n % 32 values stay.
+
+    It takes sums and differences, and no matrix product, whose precision ``train.matmul`` may lower.
+    """
+    if not parts:
+        return
+    if parts[0].dtype == torch.float32 and (kernels := kernels_for(parts[0])) is not None:
+        where = np.array([(part.data_ptr(), len(part), 0, 0) for part in parts], np.int64)
+        kernels.hadamard(where.ctypes.data, len(parts), factor, torch.get_num_threads())
+        return
+    blocks = [part[: len(part) // BLOCK * BLOCK] for part in parts]
+    x = torch.cat(blocks)
+    for apart in (1 << i for i in range(BLOCK.bit_length() - 1)):
+        a, b = x.view(-1, 2, apart).unbind(1)
+        x = torch.stack([a + b, a - b], 1)
+    torch._foreach_copy_(blocks, (x.view(-1) * factor).split([len(own) for own in blocks]))
 
 
 def kernels_for(x: Tensor) -> ctypes.CDLL | None:

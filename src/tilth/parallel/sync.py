@@ -47,6 +47,8 @@ class CodedRuns(NamedTuple):
     """True if they are coded; their elements; their part of all codes, or of its own length."""
     counts: Sequence[int]
     """Elements of each piece that is coded."""
+    length: int
+    """Of all codes."""
 
 
 class Coder:
@@ -80,83 +82,112 @@ class Coder:
         self.left |= self._after if learned else {}
         self._after.clear()
 
-    def pack(self, row: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> Tensor:
-        """Return the code of a row [n] of pieces from one rank to another, and change the row to what it stands for."""
-        flag, place, wire = self._to_wire(row.sum()[None] * 0), self._places(pieces, row.dtype), list[Tensor]()
-        code = self._encoded(row, place, [*filter(self._codes, pieces)], owner, sender)
-        for coded, where, span in place.runs:
-            wire.append(code[span] if coded else self._to_wire(row[where]))
-        return torch.cat([flag, *wire])
+    def pack(
+        self, rows: Tensor, pieces: Pieces, owners: Sequence[int], sender: int = 0, *, change: bool = True
+    ) -> list[Tensor]:
+        """Return the codes of rows [k, n] of pieces from one rank to others, and change the rows to what they stand
+        for. change: False leaves them, without feedback."""
+        places = [self._places(own, rows.dtype) for own in pieces]
+        flags = self._to_wire(rows.sum(1) * 0).split(self._length(1, rows.dtype))
+        codes, found = self._encoded(rows, places, pieces, owners, sender, change), list[Tensor]()
+        for row, place, flag, code in zip(rows, places, flags, codes):
+            wire = [code[span] if coded else self._to_wire(row[where]) for coded, where, span in place.runs]
+            found.append(torch.cat([flag, *wire]))
+        return found
 
     def _encoded(
-        self, row: Tensor, place: CodedRuns, pieces: Sequence[GradientPiece], owner: int, sender: int
-    ) -> Tensor:
-        """Return the codes of the pieces of a row that are coded, and change them to what these stand for."""
-        if not pieces:
-            return row[:0]
-        parts = [row[where] for coded, where, _ in place.runs if coded]
+        self,
+        rows: Tensor,
+        places: Sequence[CodedRuns],
+        pieces: Pieces,
+        owners: Sequence[int],
+        sender: int,
+        change: bool,
+    ) -> Sequence[Tensor]:
+        """Return the codes of the pieces of each row that are coded, and change them to what these stand for."""
+        parts = [row[where] for row, place in zip(rows, places) for coded, where, _ in place.runs if coded]
+        if not parts:
+            return [rows[0][:0]] * len(rows)
         wanted = parts[0] if len(parts) == 1 else torch.cat(parts)
-        lefts = [self._of(self.left, piece).flatten() for piece in pieces if piece.name in self.left]
+        several = [(piece, owner) for own, owner in zip(pieces, owners) for piece in own if self._codes(piece)]
+        lefts = [self._of(self.left, piece).flatten() for piece, _ in several if piece.name in self.left]
         wanted = wanted + torch.cat(lefts) if lefts else wanted
-        randoms = [self._random(piece, owner, sender) for piece in pieces]
-        code = self._code_of(wanted.float(), place, randoms)
-        code = code.to(row.dtype) if self.compressor.summable else code
-        made = self._decoded(code, place, randoms).to(row.dtype)
-        after = (wanted - made).split([*place.counts]) if lefts else ()
-        for own, piece in zip(after, pieces):
-            self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
-            there = self._of(self._after, piece)
-            there.copy_(own.view(there.shape))
-        torch._foreach_copy_(parts, made.split([len(own) for own in parts]))
-        return code
+        randoms = [self._random(piece, owner, sender) for piece, owner in several]
+        counts = [count for place in places for count in place.counts]
+        code = self._code_of(wanted.float(), counts, randoms)
+        code = code.to(rows.dtype) if self.compressor.summable else code
+        if change or lefts:
+            made = self._decoded(code, counts, randoms).to(rows.dtype)
+            for own, (piece, _) in zip((wanted - made).split(counts), several) if lefts else ():
+                self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
+                there = self._of(self._after, piece)
+                there.copy_(own.view(there.shape))
+            torch._foreach_copy_(parts, made.split([len(own) for own in parts]))
+        return code.split([place.length for place in places])
 
-    def _code_of(self, x: Tensor, place: CodedRuns, randoms: Sequence[Stream]) -> Tensor:
+    def _code_of(self, x: Tensor, counts: Sequence[int], randoms: Sequence[Stream]) -> Tensor:
         """Return the codes as they travel."""
         if self._batched is not None:
-            return self._to_wire(self._batched.encode_all(x, place.counts, randoms))
+            return self._to_wire(self._batched.encode_all(x, counts, randoms))
         found = list[Tensor]()
-        for own, count, random in zip(x.split([*place.counts]), place.counts, randoms):
+        for own, count, random in zip(x.split([*counts]), counts, randoms):
             code, form = self.compressor.encode(own, random), self._form(count)
             if (code.numel(), code.dtype) != form[:2]:
                 raise self._uneven(code, form)
             found.append(self._to_wire(code))
         return torch.cat(found)
 
-    def unpack(self, row: Tensor, code: Tensor, pieces: Sequence[GradientPiece], owner: int, sender: int = 0) -> None:
-        """Add what a code stands for to a row [n]."""
-        place, parts, codes = self._places(pieces, row.dtype), list[Tensor](), list[Tensor]()
-        at = self._length(1, row.dtype)
-        row += self._from_wire(code[:at], row.dtype)
-        for coded, where, span in place.runs:
-            own, at = code[at : at + span.stop - span.start], at + span.stop - span.start
-            if coded:
-                parts.append(row[where])
-                codes.append(own)
-            else:
-                row[where] += self._from_wire(own, row.dtype)
-        if parts:
-            flat = codes[0] if len(codes) == 1 else torch.cat(codes)
-            randoms = (self._random(piece, owner, sender) for piece in pieces if self._codes(piece))
-            made = self._decoded(flat, place, randoms).to(row.dtype)
-            torch._foreach_add_(parts, made.split([len(own) for own in parts]))
+    def unpack(
+        self,
+        rows: Sequence[Tensor],
+        codes: Sequence[Tensor],
+        pieces: Pieces,
+        owners: Sequence[int],
+        senders: Sequence[int],
+    ) -> None:
+        """Add what codes stand for to rows [n], one after the other: several may be for one row."""
+        dtype, parts, wires, counts = rows[0].dtype, list[list[Tensor]](), list[Tensor](), list[int]()
+        first = self._length(1, dtype)
+        flags = self._from_wire(torch.cat([code[:first] for code in codes]), dtype)
+        if flags.device.type != "cpu" or flags.any():  # of other devices nobody waits for an answer
+            for row, flag in zip(rows, flags):
+                row += flag
+        for row, code, own in zip(rows, codes, pieces):
+            place, at = self._places(own, dtype), first
+            counts += place.counts
+            parts.append([])
+            for coded, where, span in place.runs:
+                wire, at = code[at : at + span.stop - span.start], at + span.stop - span.start
+                if coded:
+                    parts[-1].append(row[where])
+                    wires.append(wire)
+                else:
+                    row[where] += self._from_wire(wire, dtype)
+        if wires:
+            several = zip(pieces, owners, senders)
+            randoms = (self._random(one, *who) for own, *who in several for one in own if self._codes(one))
+            made = self._decoded(torch.cat(wires), counts, randoms).to(dtype)
+            sizes = [sum(map(len, own)) for own in parts]
+            for own, values in zip(parts, made.split(sizes)):
+                torch._foreach_add_(own, values.split([len(part) for part in own]))
 
     def length(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> int:
         """Return the length of the code of a row."""
-        spans = [span for _, _, span in self._places(pieces, dtype).runs]
-        return self._length(1, dtype) + sum(span.stop - span.start for span in spans)
+        place = self._places(pieces, dtype)
+        return self._length(1, dtype) + sum(span.stop - span.start for _, _, span in place.runs)
 
     def _codes(self, piece: GradientPiece) -> bool:
         return piece.numel > 0 and piece.name in self.names
 
-    def _decoded(self, code: Tensor, place: CodedRuns, randoms: Iterable[Stream]) -> Tensor:
-        forms = [self._form(count) for count in place.counts]
+    def _decoded(self, code: Tensor, counts: Sequence[int], randoms: Iterable[Stream]) -> Tensor:
+        forms = [self._form(count) for count in counts]
         if self._batched is not None:
-            found = self._batched.decode_all(self._from_wire(code, forms[0].dtype), place.counts)
+            found = self._batched.decode_all(self._from_wire(code, forms[0].dtype), counts)
         else:
             wires = code.split([self._length(form.length, form.dtype) for form in forms])
             codes = [self._from_wire(own, form.dtype) for own, form in zip(wires, forms)]
-            found = torch.cat([self.compressor.decode(*one) for one in zip(codes, place.counts, randoms)])
-        for own, count in zip(found.split([*place.counts]), place.counts) if self._shrinks else ():
+            found = torch.cat([self.compressor.decode(*one) for one in zip(codes, counts, randoms)])
+        for own, count in zip(found.split([*counts]), counts) if self._shrinks else ():
             own *= self._form(count).factor
         return found
 
@@ -198,7 +229,7 @@ class Coder:
                 span, code = slice(code, code + length), code + length
             if named:
                 found.append((coded, where, span))
-        return CodedRuns(found, counts)
+        return CodedRuns(found, counts, code)
 
     def _form_of(self, count: int) -> CodeForm:
         code = self.compressor.encode(torch.zeros(count, device=self.device), stream(0, "form"))
@@ -283,8 +314,8 @@ class CompressedReducer(GradientReducer):
     def code(self, whole: Tensor, group: Group, key: str, pieces: Pieces) -> None:
         if self._gradients is None:
             return
-        rows = enumerate(zip(whole.view(len(pieces), -1), pieces))
-        self._sent[key] = pieces, [self._gradients.pack(*row, owner, group.rank()) for owner, row in rows]
+        rows, ranks = whole.view(len(pieces), -1), range(len(pieces))
+        self._sent[key] = pieces, self._gradients.pack(rows, pieces, ranks, group.rank())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> End:
         if self._gradients is None or key not in self._sent:  # of gradients that are never coded
@@ -299,8 +330,9 @@ class CompressedReducer(GradientReducer):
     ) -> None:
         """Fill the row of a rank with the sum of what codes on their way stand for."""
         out.zero_()
-        for sender, code in arrivals():
-            coder.unpack(out, code, pieces[owner], owner, senders[sender])
+        found = [(code, senders[sender]) for sender, code in arrivals()]
+        codes, count = [code for code, _ in found], len(found)
+        coder.unpack([out] * count, codes, [pieces[owner]] * count, [owner] * count, [sender for _, sender in found])
 
     @torch.no_grad()
     def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
@@ -355,12 +387,12 @@ def summed(codes: Sequence[Tensor], group: Group) -> Arrivals:
 
 def _gather(coder: Coder, rows: Tensor, own: Tensor, group: Group, pieces: Pieces) -> None:
     """Add to each row [ranks, n] what its rank has coded of ``own`` [n]."""
-    code = coder.pack(own, pieces[group.rank()], group.rank())
+    place = group.rank()
+    (code,) = coder.pack(own[None], [pieces[place]], [place])
     length = max(coder.length(of, own.dtype) for of in pieces)
     every = code.new_empty(len(pieces) * length)
     all_gather(every, F.pad(code, (0, length - len(code))), group)
-    for owner, (row, found) in enumerate(zip(rows, every.split(length))):
-        coder.unpack(row, found, pieces[owner], owner)
+    coder.unpack(rows.unbind(), every.split(length), pieces, range(len(pieces)), [0] * len(pieces))
 
 
 def by_rank(layout: Layout) -> Layout:

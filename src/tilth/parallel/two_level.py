@@ -8,7 +8,7 @@ so it is undone once, in the sum, by H H = 32.
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,9 @@ from tilth.config.schema import CommConfig
 from tilth.parallel.comm import Group
 from tilth.parallel.compress import Compressor, Dither, compressor_of
 from tilth.parallel.local import local_method
+from tilth.parallel.quantise import BLOCK, transform
 from tilth.parallel.reducer import End, GradientReducer, Pieces, split
 from tilth.parallel.sync import Arrivals, Coder, CompressedReducer, exchanged
-
-BLOCK = 32
-"""Values that are transformed together."""
 
 
 class TwoLevels:
@@ -72,21 +70,22 @@ class TwoLevelReducer(CompressedReducer):
             rows.zero_()
             rows[local::size] = found
         coder, owners = self._last[key] = last
-        self._sent[key] = pieces, [coder.pack(rows[owner], pieces[owner], owner, place) for owner in owners]
-        self._transform(rows, pieces, 1 / BLOCK)
+        own, given = [pieces[owner] for owner in owners], rows[owners.start :: owners.step]
+        self._sent[key] = pieces, coder.pack(given, own, owners, place)
+        self._transform(given, own, 1 / BLOCK)
 
     def _summed_in_node(self, rows: Tensor, group: Group, pieces: Pieces, node: range) -> Tensor:
         """Return the sums over a node of the rows for this rank and its counterparts on other nodes: [nodes, n]."""
-        place, size, codes = group.rank(), len(node), list[Tensor]()
-        for local in range(size):
-            owners = range(local, len(rows), size)
-            codes.append(torch.cat([self._within.pack(rows[o], pieces[o], o, place) for o in owners]))
-        owners = range(place % size, len(rows), size)
-        lengths = [self._within.length(pieces[owner], rows.dtype) for owner in owners]
+        place, size, ranks = group.rank(), len(node), range(len(rows))
+        codes = self._within.pack(rows, pieces, ranks, place, change=False)
+        arrivals = exchanged([torch.cat(codes[local::size]) for local in range(size)], self._part(group, node))
+        owners = ranks[place % size :: size]
+        own = [pieces[owner] for owner in owners]
+        lengths = [self._within.length(one, rows.dtype) for one in own]
         found = torch.zeros_like(rows[: len(owners)])
-        for sender, every in exchanged(codes, self._part(group, node))():
-            for row, owner, code in zip(found, owners, every.split(lengths)):
-                self._within.unpack(row, code, pieces[owner], owner, node[sender])
+        arrived = [(node[sender], code) for sender, every in arrivals() for code in every.split(lengths)]
+        senders, received = [sender for sender, _ in arrived], [code for _, code in arrived]
+        self._within.unpack([*found] * size, received, own * size, [*owners] * size, senders)
         return found
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Group, key: str) -> End:
@@ -113,23 +112,7 @@ class TwoLevelReducer(CompressedReducer):
     def _transform(self, rows: Tensor, pieces: Pieces, factor: float) -> None:
         """Transform each block of the pieces that are compressed, in place; the last values of a piece stay."""
         every = [one for row, own in zip(rows, pieces) for one in split(row, own)] if self.smooth else []
-        blocks = [
-            part[: len(part) // BLOCK * BLOCK].view(-1, BLOCK)
-            for part, piece in every
-            if piece.name in self._within.names
-        ]
-        if blocks:
-            turned = torch.cat(blocks) @ (hadamard(BLOCK).to(blocks[0]) * factor)
-            torch._foreach_copy_(blocks, turned.split([len(one) for one in blocks]))
-
-
-@cache
-def hadamard(size: int) -> Tensor:
-    """Return Sylvester's matrix H of 1 and -1 [size, size], H H = size; size: a power of 2."""
-    found = torch.ones(1, 1)
-    while len(found) < size:
-        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    return found
+        transform([part for part, piece in every if piece.name in self._within.names], factor)
 
 
 def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
