@@ -17,6 +17,13 @@ on each rank, and AdaGrad or AdaAlter at one rate. Columns:
 - times: ms of the exact row over that of this one.
 - code: processor time of a step of one rank without the bucket, more than the exact row (ms); not of the first two.
 
+Below a row that has another beside it, what a step takes of one resource alone, which is not its time:
+
+- link alone: time that the bytes across take at 100 Mbit/s.
+- processor alone: processor time of a step of one rank.
+- at most: times if codes took no processor and all was hidden by the computing of exact sums, which shares the cores,
+  while exact sums hid nothing.
+
 ``--paced SECONDS``: each rank has one sequence a step, and the backward pass of each layer sleeps so long, as if a
 device computed it: what is hidden of a link then depends less on the cores.
 
@@ -28,6 +35,7 @@ The figures are of this model alone; --quick: a smaller one, fewer steps and row
 """
 
 import json
+import os
 import re
 import statistics
 import time
@@ -314,6 +322,23 @@ def line(found: dict[str, Any], exact: dict[str, Any] | None) -> str:
     return f"{found['row']:30} {figures} {slow} {code:7.1f}"
 
 
+def alone(found: dict[str, Any], exact: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """Print and return rows of what a step takes of the link and of the processor alone (seconds), and the bound."""
+    rows = list[dict[str, Any]]()
+    for what, own, base in (
+        ("link alone", found["across"] / SLOW, exact["across"] / SLOW),
+        ("processor alone", found["processor"], exact["processor"]),
+    ):
+        rows.append({"row": f"{found['row']}: {what}", "seconds": own, "exact": base, "times": base / own})
+        print(f"  {what:28} {1e3 * base:8.1f} ms of exact, {1e3 * own:8.1f} ms: {base / own:6.2f} times, not of a step")
+    (link, _), cores = [(row["exact"], row["seconds"]) for row in rows], len(os.sched_getaffinity(0))
+    computing = exact["processor"] * ranks / cores
+    most = (computing + link[0]) / max(computing, link[1])
+    rows.append({"row": f"{found['row']}: at most", "computing": computing, "cores": cores, "times": most})
+    print(f"  {'at most':28} {1e3 * computing:8.1f} ms of computing on {cores} cores: {most:6.2f} times", flush=True)
+    return rows
+
+
 def coding(repeats: int = 5) -> list[dict[str, Any]]:
     """Measure each compressor on one core; print and return rows."""
     levels = resolve(COMPRESSORS["sdp4bit"].made)()
@@ -379,6 +404,7 @@ def main() -> None:
         )
         exact[name] = found
         print(line(found, exact[ROWS[name].beside or name]), flush=True)
+        table += alone(found, exact[ROWS[name].beside], options.ranks) if ROWS[name].beside else []
         write_rows(options.json, table)
 
 
