@@ -168,8 +168,8 @@ class Coder:
             randoms = (self._random(one, *who) for own, *who in several for one in own if self._codes(one))
             made = self._decoded(torch.cat(wires), counts, randoms).to(dtype)
             sizes = [sum(map(len, own)) for own in parts]
-            for own, values in zip(parts, made.split(sizes)):
-                torch._foreach_add_(own, values.split([len(part) for part in own]))
+            for coded_rows, values in zip(parts, made.split(sizes)):
+                torch._foreach_add_(coded_rows, values.split([len(row) for row in coded_rows]))
 
     def length(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> int:
         """Return the length of the code of a row."""

@@ -261,8 +261,10 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     async def events(request: Request, run: Text = "") -> Response:
         if run:
             await asyncio.to_thread(runs.get, run)
-        head = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}}
-        return Response(**head) if request.method == "HEAD" else StreamingResponse(news.of(run), **head)
+        kind, headers = "text/event-stream", {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        if request.method == "HEAD":
+            return Response(media_type=kind, headers=headers)
+        return StreamingResponse(news.of(run), media_type=kind, headers=headers)
 
     @app.get("/curves.json")
     def curves(run: Names, metric: Names, x: Axis = "step", smooth: Whole = 0, since: float = -1.0) -> Response:
