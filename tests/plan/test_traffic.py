@@ -6,7 +6,6 @@ import pytest
 from tests.parallel.test_comm import Operators
 from tilth.config.load import load_recipe
 from tilth.core.batch import Jagged
-from tilth.core.layout import Mesh
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
 from tilth.parallel.dims import ParallelDims
@@ -198,6 +197,7 @@ def test_stages_pass_on_hidden_states_and_gradients():
 
 # ---- against bytes that steps move ----
 
+HERE = "tests.plan.test_traffic:moved"
 ZERO = "policy.layout.zero=1"
 COMM = {
     "exact": [""],
@@ -220,11 +220,10 @@ def small(name):
     return ["flow=sft", "supervised.steps=3", "model.hidden=64", "model.layers=2", f"policy.comm={{{comm}}}", *more]
 
 
-def moved(rank, name):
+def moved(rank, ranks, more):
     """Mean bytes that a rank sends in a step of a period, but for what decides about the step."""
-    recipe = asked(4, *small(name))
-    axis = "fsdp" if recipe.policy.layout.fsdp > 1 else "dp"
-    grid, config = ParallelDims.of(Mesh.of({axis: 4}), rank), new_config(recipe.model, 14)
+    recipe = asked(ranks, *more)
+    grid, config = ParallelDims.of(place(recipe)["policy"].mesh, rank), new_config(recipe.model, 14)
     reducer = reducer_of(recipe.policy.comm, 0)
     sharded = shard(lambda: Decoder(config), grid, zero=recipe.policy.layout.zero, reducer=reducer)
     sharded.init_(0)
@@ -241,4 +240,17 @@ def moved(rank, name):
 @pytest.mark.parametrize("name", COMM)
 def test_coded_and_rare_messages_are_counted_as_they_are(pool, name):
     planned = sum(t.bytes for t in talks(4, *small(name)) if t.role == "policy")
-    assert planned == pytest.approx(max(pool.run(4, "tests.plan.test_traffic:moved", name=name)), rel=0.02)
+    assert planned == pytest.approx(max(pool.run(4, HERE, ranks=4, more=small(name))), rel=0.02)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["fsdp=2, zero=1", "fsdp=2, zero=2", "fsdp=2, zero=3", "tp=2"])
+def test_matrices_that_an_optimizer_gathers_are_counted_as_they_are(pool, layout):
+    more = ["flow=sft", "supervised.steps=3", "model.hidden=64", "model.layers=2", f"policy.layout={{{layout}}}"]
+    muon = "optimizer.name=muon"
+    planned = sum(t.bytes for t in talks(2, *more, muon) if t.role == "policy")
+    sent = max(pool.run(2, HERE, ranks=2, more=[*more, muon]))
+    if "tp" in layout:  # what else goes along tp are tokens, of which the plan has the longest sequences
+        planned -= sum(t.bytes for t in talks(2, *more) if t.role == "policy")
+        sent -= max(pool.run(2, HERE, ranks=2, more=more))
+    assert planned == pytest.approx(sent, rel=0.01) and planned > 0

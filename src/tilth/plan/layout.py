@@ -255,6 +255,12 @@ def is_coded(layout: Layout, rule: Parameter, smallest: int) -> bool:
     return once and matrix and not partial and bool(copied_along(layout))
 
 
+def is_by_experts(layout: Layout) -> bool:
+    """Return True for a stack of matrices that is whole, or divided between matrices alone."""
+    dims = {placement.dim for placement in layout.placements if isinstance(placement, Shard)}
+    return len(layout.shape) > 2 and dims <= {0}
+
+
 def update_layouts(held: Mapping[str, Layout], table: Table, matrices: Collection[str] = ()) -> dict[str, Layout]:
     """Return parameter -> layout of its update under ``zero = 1``: its gradient, optimizer state and average.
 
@@ -405,15 +411,16 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     how["whole"] = placed.engines or config.zero == 1
     own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), **how)
     here = elements(own, rank, times)
-    blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank, times)
+    matrices = {name: layout for name, layout in own.items() if rule_of(table, name).kind == "matrix"}
+    blocks = elements(matrices, rank, times)
+    divided = elements({name: one for name, one in matrices.items() if not is_by_experts(one)}, rank, times)
     experts = elements({name: own[name] for name in own if rule_of(table, name).stacked}, rank, times)
     gathered = 0 if how["whole"] else _gathered(shape, mesh, rank, config, values)
     tp = mesh.size("tp")
     spread = tp if config.sp else 1
     stage = stage_part(shape, mesh, rank, config.pp_schedule, value=values)
-    found = ShardFactors(
-        here, gathered, tp_part(shape, tp), blocks, spread, experts=experts, **replica_counts(placed, config)
-    )
+    counts = {"experts": experts, "divided": divided, **replica_counts(placed, config)}
+    found = ShardFactors(here, gathered, tp_part(shape, tp), blocks, spread, **counts)
     adapters = _adapters(recipe, role, shape, mesh, rank, stage is not None)
     return found._replace(stage=stage, ring=found.tokens > 1 and config.cp_style == "ring", adapters=adapters)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tilth.config.axes import DATA
 from tilth.config.checks import learners
 from tilth.config.code import keyword_defaults
-from tilth.config.open_sets import COMPRESSORS, LOCAL_METHODS, WEIGHT_CODES
+from tilth.config.open_sets import COMPRESSORS, LOCAL_METHODS, OPTIMIZERS, WEIGHT_CODES
 from tilth.config.roles import ROLES, resolve
 from tilth.config.schema import CommConfig, LayoutConfig, Recipe
 from tilth.core.layout import Layout, Mesh
@@ -104,6 +104,7 @@ def inside(
     part = part or cut(recipe, role, placed, shape, placed.ranks[0])
     layers = _layers(recipe, role, config, placed, shape)
     found = _data(recipe, role, config, placed, shape, part, longest)
+    found += _matrices(recipe, role, config, placed, part, longest)
     found += _context(recipe, role, config, placed, shape, longest, layers.all)
     found += _experts(recipe, role, placed, shape, longest, layers.experts)
     found += _tensor(recipe, role, placed, shape, longest, config.sp, layers.all)
@@ -182,6 +183,20 @@ def _updates(role: str, mesh: Mesh, part: ShardFactors, updates: int, coded: "_C
                 what = f"gradients of {kind} {coded.how}, weights gathered, once an update"
                 sent = coded.scattered(elements, ranks) + coded.gathered(elements, ranks, weights=True)
             yield _talk(role, mesh, axes, what, sent * updates, updates=True)
+
+
+def _matrices(
+    recipe: Recipe, role: str, config: LayoutConfig, placed: Placed, part: ShardFactors, longest: int
+) -> list[GroupTraffic]:
+    """Return what an optimizer that needs whole matrices gathers to compute their changes; state stays divided."""
+    mesh, updates = placed.mesh, work(recipe, role, placed.data_ranks, longest).updates
+    axes = [name for name in mesh.over("parameters", "experts") if config.zero != 1 or name not in mesh.shards]
+    own = (part.adapters or part.divided) / part.updates[0]
+    if OPTIMIZERS[recipe.optimizer.name].needs != "matrices" or mesh.size(*axes) == 1 or not own * updates:
+        return []
+    sent = (mesh.size(*axes) - 1) * own * _FP32 * updates
+    what = f"matrices of {recipe.optimizer.name} gathered, once an update"
+    return [_talk(role, mesh, axes, what, sent, updates=True)]
 
 
 class _Coded(NamedTuple):

@@ -92,6 +92,8 @@ class ShardFactors(NamedTuple):
     """Ranks that divide the tokens of each row."""
     experts: int = 0
     """Elements of experts that it holds."""
+    divided: int = 0
+    """Elements of block matrices that it holds, but for experts that are divided between matrices alone."""
     stage: StagePart | None = None
     """Its stage of a pipeline; None: it has all layers."""
     ring: bool = False

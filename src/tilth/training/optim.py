@@ -21,9 +21,9 @@ from tilth.config.plugins import Declaration, declared
 from tilth.config.roles import resolve
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
-from tilth.core.layout import Layout, Shard
 from tilth.parallel.sharded import ShardedModel, buckets, squares_of
 from tilth.parallel.zero import UpdateShards
+from tilth.plan.layout import is_by_experts
 from tilth.plan.rules import ENCODERS, Table, rule_of
 from tilth.training.optimizers import AdamW, EagerOptimizer, Squares, decay_groups
 
@@ -58,7 +58,7 @@ class MatrixOptimizer(EagerOptimizer):
         rate = {"lr": section.lr * self.lr_ratio, "weight_decay": section.weight_decay}
         super().__init__(list(parameters.values()), {**rate, **defaults})
         self.parameters, self.sharded = dict(parameters), sharded
-        self.local = [n for n in parameters if sharded is None or _by_experts(sharded.layouts[n])]
+        self.local = [n for n in parameters if sharded is None or is_by_experts(sharded.layouts[n])]
         self.names = [n for n in parameters if n not in self.local]
 
     def part(self, p: nn.Parameter) -> Tensor:
@@ -107,12 +107,6 @@ class Muon(MatrixOptimizer):
 
     def change(self, whole: Tensor, lr: float) -> Tensor:
         return _orthogonal_step(whole, lr, self.bf16)
-
-
-def _by_experts(layout: Layout) -> bool:
-    """True for a stack of matrices that is whole, or divided between matrices alone."""
-    dims = {placement.dim for placement in layout.placements if isinstance(placement, Shard)}
-    return len(layout.shape) > 2 and dims <= {0}
 
 
 def _orthogonal_step(update: Tensor, lr: float, bf16: bool) -> Tensor:
