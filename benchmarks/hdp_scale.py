@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from driver import benchmark_parser, write_rows
+from work import Work, same_work
 
 from tilth.plan.devices import DEVICES
 from tilth.plan.offload import HostRates, OffloadLimits
@@ -271,13 +272,16 @@ def compare(job: Job, seeds: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {how: [] for how in CONTENDERS}
     idle: dict[str, list[float]] = {how: [] for how in CONTENDERS}
     for seed in range(seeds):
-        lengths = drawn(job, seed)
+        lengths, work = drawn(job, seed), dict[str, Work]()
         for how in CONTENDERS:
             rounds = timed(job, lengths, planned(job, lengths, how))
+            rows = np.concatenate([unit.rows for units in rounds for unit in units])
+            work[how] = {"sequences": len(np.unique(rows)), "tokens": int(lengths[rows].sum())}
             seconds = makespan(job, rounds)
             busy = sum(u.cost * len(u.ranks) for units in rounds for u in units) / job.ranks
             found[how].append(seconds + step_seconds(job))
             idle[how].append(1 - busy / seconds)
+        same_work(work)
     mean = {how: float(np.mean(each)) for how, each in found.items()}
     return {
         **{f"{how}_seconds": seconds for how, seconds in mean.items()},

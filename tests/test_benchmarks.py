@@ -157,8 +157,12 @@ ALONE = {"async_reward.py", "gpu.py", "memory.py"}
 """Ratios of times to one reward, of what others computed, and of a prediction to what was measured."""
 
 
-CHANGING = ("setattr", "delattr", "object")
+CHANGING = ("setattr", "delattr", "__setattr__", "__delattr__", "object", "multiple", "dict", "patch", "setitem")
 """Last names of calls that replace an attribute: unparsing every call takes a second."""
+PATCHES = re.compile(r"(.+\.)?(patch(\.(object|multiple|dict))?|setattr|delattr|__(set|del)attr__|setitem)")
+"""Calls that replace an attribute of their first argument, or what it names as a text."""
+RATIO = re.compile(r"(\w*_)?over_\w*|(\w*_)?(ratio|speedup)s?(_\w*)?|times_\w*")
+"""Keys of ratios of contenders."""
 
 
 def replaced(text):
@@ -175,16 +179,20 @@ def replaced(text):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             owners += [target.value for target in targets if isinstance(target, ast.Attribute)]
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in CHANGING:
-            owners += node.args[:1] if ast.unparse(node.func) in ("setattr", "delattr", "mock.patch.object") else []
-    return {text for text in map(ast.unparse, owners) if any(text == n or text.startswith(f"{n}.") for n in names)}
+            first = [*node.args[:1], *(word.value for word in node.keywords if word.arg in ("target", "name"))]
+            owners += first[:1] if PATCHES.fullmatch(ast.unparse(node.func)) else []
+    texts = {str(own.value) if isinstance(own, ast.Constant) else ast.unparse(own) for own in owners}
+    return {text for text in texts if any(text == n or text.startswith(f"{n}.") for n in {*names, "tilth"})}
 
 
 def compares(text):
-    """Whether a script writes a ratio of contenders: a key such as over_trl or ratio."""
-    if "over_" not in text and "ratio" not in text:
+    """True if a script writes a ratio of contenders: a key such as over_trl, ratio or decode_speedup."""
+    if not any(word in text for word in ("over_", "ratio", "speedup", "times_")):
         return False
-    keys = (node.value for node in ast.walk(parse(text)) if isinstance(node, ast.Constant))
-    return any(isinstance(key, str) and re.fullmatch(r"(\w+_)?over_\w+|ratios?", key) for key in keys)
+    tree = parse(text)
+    keys = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    keys += [word.arg for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords]
+    return any(isinstance(key, str) and RATIO.fullmatch(key) for key in keys)
 
 
 def test_no_benchmark_replaces_functions_of_the_package():
@@ -194,7 +202,24 @@ def test_no_benchmark_replaces_functions_of_the_package():
 
 
 @pytest.mark.parametrize(
-    "line", ["Engine.generate = f", "Engine.limit += 1", "setattr(e.Engine, 'poll', f)", "tilth.train = f"]
+    "line",
+    [
+        "Engine.generate = f",
+        "Engine.limit += 1",
+        "setattr(e.Engine, 'poll', f)",
+        "tilth.train = f",
+        "type.__setattr__(Engine, 'poll', f)",
+        "patch.object(Engine, 'poll', f)",
+        "unittest.mock.patch.object(target=e.Engine, attribute='poll')",
+        "mock.patch.multiple(Engine, poll=f)",
+        "mock.patch.multiple('tilth.engines.engine.Engine', poll=f)",
+        "mock.patch('tilth.engines.engine.Engine.poll')",
+        "patch(target='tilth.engines.engine.Engine', new=f)",
+        "mock.patch.dict(e.TABLE, x=f)",
+        "monkeypatch.setattr(Engine, 'poll', f)",
+        "monkeypatch.setattr('tilth.engines.engine.Engine.poll', f)",
+        "pytest.MonkeyPatch().setattr(Engine, 'poll', f)",
+    ],
 )
 def test_a_replaced_function_is_seen(line):
     assert replaced(f"import tilth\nimport tilth.engines.engine as e\nfrom tilth.engines.engine import Engine\n{line}")
@@ -204,6 +229,14 @@ def test_what_belongs_to_others_may_be_replaced():
     assert not replaced(
         "from trl import Engine\nfrom tilth.core import batch\nEngine.limit = 3\nbatch = Engine()\nx = 1"
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x['over_trl']", "x = {'ratios': 1}", "x = {f'{how}_speedup': 1}", "row(moved_ratio=1)", "x['times_faster']"],
+)
+def test_a_ratio_is_seen(line):
+    assert compares(line) and not compares("x = {'overlap': 1, 'sometimes_slow': 2, 'rations': 3}")
 
 
 def test_a_benchmark_that_writes_a_ratio_compares_the_work():
