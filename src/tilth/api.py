@@ -51,12 +51,15 @@ def run_recipe(
     from tilth.flows.callbacks import checked
     from tilth.launch.rewards import chosen_reward
     from tilth.rewards.fingerprint import fingerprint
+    from tilth.runs.readers import read_state
     from tilth.runs.signals import HeldSignals
     from tilth.ui.track import tracking
 
     callbacks = checked(callbacks, recipe.plugins)
     function = chosen_reward(recipe, prompts, reward)
     _check_places(recipe, function)
+    if replay is not None:
+        read_state(replay)
     with HeldSignals() as held:
         with tracking(recipe) as trackers, _pool(recipe, function) as pool:
             # mistakes in the data and the reward are found without torch, whose import takes seconds
@@ -86,12 +89,10 @@ def run_recipe(
     return RunResult(directory, summary)
 
 
-def _check_places(recipe: Recipe, function: Spec | None) -> None:
-    """Raise an error for places and names that are not there, or an adapter of another kind; import none of them."""
-    from tilth.envs.process import check_place as check_environment
+def check_models(recipe: Recipe) -> None:
+    """Raise ModelError for a model that is nowhere, or an adapter of another kind; read none of them."""
     from tilth.models.adapter_config import read_lora
     from tilth.models.hub import check_place
-    from tilth.rewards.functions import check_place as check_reward
 
     loaded = {key: path for spec in roles_of(recipe).values() for key, path in spec.paths(recipe).items()}
     paths = {"model.path": recipe.model.path, **loaded, "model.adapter": recipe.model.adapter}
@@ -103,6 +104,14 @@ def _check_places(recipe: Recipe, function: Spec | None) -> None:
                 check_place(path)
         except ModelError as error:
             raise ModelError(f"{key}: {error}", key=key) from None
+
+
+def _check_places(recipe: Recipe, function: Spec | None) -> None:
+    """Raise an error for places and names that are not there, or an adapter of another kind; import none of them."""
+    from tilth.envs.process import check_place as check_environment
+    from tilth.rewards.functions import check_place as check_reward
+
+    check_models(recipe)
     for spec in [function] if isinstance(function, str) else function if isinstance(function, Mapping) else ():
         check_reward(spec)
     if environment := recipe.rollout.environment:

@@ -25,6 +25,8 @@ def model(monkeypatch, tmp_path):
     save_shape(tmp_path / "shape", config, tokenizer)
     tensors = {name: p.detach() for name, p in decoder.named_parameters()}
     monkeypatch.setattr(export, "load_model", lambda run: LoadedModel(config, tensors, tokenizer, tmp_path / "shape"))
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
     return decoder, tokenizer
 
 

@@ -27,6 +27,8 @@ def model(monkeypatch, tmp_path):
             p.data *= 8  # far from uniform, so that a wrong token is seen
     tensors = {name: p.detach() for name, p in decoder.named_parameters()}
     monkeypatch.setattr(generate, "load_model", lambda path: LoadedModel(config, tensors, tokenizer, tmp_path))
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
     return decoder, tokenizer
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import subprocess
 import sys
 import time
@@ -157,6 +158,50 @@ def failure(*arguments):
 def test_bad_input(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in failure(*arguments)
+
+
+LATE_ERRORS = """
+import sys
+from typer.testing import CliRunner
+from tilth.cli.main import app
+for line in sys.stdin.read().splitlines():
+    found = CliRunner().invoke(app, line.split())
+    assert found.exit_code == 2 and found.stderr.startswith("error: "), (line, found.output)
+    assert "torch" not in sys.modules, line
+    assert "none" in found.stderr or "--search" in found.stderr, (line, found.stderr)
+"""
+
+
+def test_what_is_nowhere_is_told_before_torch_is_imported(tmp_path):
+    lines = """
+eval none
+generate none 1+1=
+chat none
+serve none
+export none out
+expand none out
+algorithms none
+layout none
+layout addition-grpo model.path=none
+layout addition-grpo --devices 4
+layout addition-grpo --search --device-type none
+data show none
+data tokenize none
+run addition-grpo --replay none
+ckpt ls none
+ckpt show none@3
+ckpt verify none
+ckpt diff none none
+ckpt export none out
+ckpt prune none
+show none
+top none
+trace none"""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_ERRORS], input=lines.strip(), text=True, cwd=tmp_path, capture_output=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_empty_dataset(tmp_path):

@@ -18,10 +18,8 @@ from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.roles import roles_of
 from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
-from tilth.core.errors import RecipeError
 from tilth.launch.build import judged, resolved, rooms
 from tilth.launch.planning import (
-    HERE,
     chosen_device,
     described,
     described_models,
@@ -67,10 +65,6 @@ def show(options: LayoutCommand) -> None:
     """Print the plan; with --search the mapping that the search finds, with --check-against errors of predictions."""
     recipe, as_json = load_named(options.name, options.overrides or ()), options.as_json
     devices, device_type = options.devices, options.device_type
-    if not options.search and (devices is not None or device_type != HERE):
-        option = f"--devices {devices}" if devices is not None else f"--device-type {device_type}"
-        message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
-        raise RecipeError(message, key="--search")
     if options.check_against is not None:
         study("published_steps:show")(recipe, options.check_against, as_json=as_json)
         return

@@ -1,6 +1,7 @@
 """``tilth``: the commands. A class has the arguments and options of one; its body, in a module beside this one that is
 imported when the command runs, takes an object of it."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -10,6 +11,7 @@ from typer import Argument, Option
 
 from tilth.cli.declare import app, command, group
 from tilth.cli.groups import RunFirst
+from tilth.config.errors import RecipeError
 from tilth.config.imports import end_uncollected
 
 COMMAND = "command"
@@ -47,12 +49,38 @@ OverridesArgument = Annotated[
     list[str] | None, Argument(metavar="KEY=VALUE", help="keys to change", autocompletion=overrides)
 ]
 RunArgument = Annotated[Path, Argument(metavar="RUN", help="directory of a run", autocompletion=runs)]
+
+
+def _is_nowhere(ctx: typer.Context, spec: str) -> bool:
+    """Return True for a word of a command line that is neither a URL nor a file or folder, with or without @WHICH."""
+    places = (spec, spec.rpartition("@")[0] or spec)
+    return not (ctx.resilient_parsing or "://" in spec or any(map(os.path.lexists, places)))
+
+
+def _model(ctx: typer.Context, spec: str) -> str:
+    """Return the name of a model. ModelError now, and not after imports that take seconds, if it is nowhere."""
+    if _is_nowhere(ctx, spec):
+        from tilth.models.hub import check_place
+
+        check_place(spec)
+    return spec
+
+
+def _where(ctx: typer.Context, where: str) -> str:
+    """Return the name of a place with checkpoints. DataError now, if it is a folder that is not there."""
+    if _is_nowhere(ctx, where):
+        from tilth.runs.readers import nowhere
+
+        raise nowhere(where)
+    return where
+
+
 MODELS = "RUN, RUN@best, RUN@STEP, RUN@ema, a checkpoint's directory, a Hugging Face directory or hub id"
-ModelArgument = Annotated[str, Argument(metavar="MODEL", help=MODELS, autocompletion=runs)]
+ModelArgument = Annotated[str, Argument(metavar="MODEL", help=MODELS, autocompletion=runs, callback=_model)]
 CKPT = "RUN, RUN@best, RUN@STEP, a checkpoint's directory or URL, a folder of them (its newest)"
-CheckpointArgument = Annotated[str, Argument(metavar="CKPT", help=CKPT, autocompletion=runs)]
+CheckpointArgument = Annotated[str, Argument(metavar="CKPT", help=CKPT, autocompletion=runs, callback=_model)]
 WHERE = "a run, a folder of checkpoints or of runs, or the URL of a folder"
-WhereArgument = Annotated[str, Argument(metavar="WHERE", help=WHERE, autocompletion=runs)]
+WhereArgument = Annotated[str, Argument(metavar="WHERE", help=WHERE, autocompletion=runs, callback=_where)]
 AnyArgument = "any checkpoint (RUN, RUN@STEP, a directory, a URL) or a Hugging Face directory"
 JsonOption = Annotated[bool, Option("--json", help="print everything as JSON")]
 StepsOption = Annotated[str, Option("--steps", metavar="A:B", help="steps A to B-1, or one step; default: all")]
@@ -136,6 +164,14 @@ class AlgorithmsCommand(NamedTuple):
     ] = None
     as_json: JsonOption = False
 
+    def check(self) -> None:
+        """Raise RecipeError for a flow that nobody declares, or a wrong key."""
+        from tilth.config.load import check_flows, parse_overrides
+
+        words = self.words or []
+        keys = parse_overrides([word for word in words if "=" in word])
+        check_flows([word for word in words if "=" not in word], keys)
+
 
 @command("layout", "layout:show")
 class LayoutCommand(NamedTuple):
@@ -156,6 +192,21 @@ class LayoutCommand(NamedTuple):
     ] = "here"
     check_against: Annotated[str | None, Option(metavar="published", help="how far predictions are from them")] = None
     as_json: JsonOption = False
+
+    def check(self) -> None:
+        """Raise TilthError for a bad recipe, a model that is nowhere, or an option without the one that it is for."""
+        from tilth.api import check_models
+        from tilth.plan.devices import device_type
+        from tilth.runs.trust import load_named
+
+        check_models(load_named(self.name, self.overrides or ()))
+        here = self.device_type == self._field_defaults["device_type"]
+        if self.search and not here:
+            device_type(self.device_type)
+        if not self.search and not (here and self.devices is None):
+            option = f"--devices {self.devices}" if self.devices is not None else f"--device-type {self.device_type}"
+            message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
+            raise RecipeError(message, key="--search")
 
 
 @command("generate", "generate:speak")
@@ -403,6 +454,12 @@ class DataShowCommand(NamedTuple):
     n: Annotated[int, Option("--n", min=0, help="number of examples, spread evenly")] = 3
     as_json: JsonOption = False
 
+    def check(self) -> None:
+        """Raise TilthError for a bad recipe."""
+        from tilth.runs.trust import load_named
+
+        load_named(self.name, self.overrides or ())
+
 
 @command("tokenize", "data:tokenize", data)
 class DataTokenizeCommand(NamedTuple):
@@ -414,6 +471,12 @@ class DataTokenizeCommand(NamedTuple):
     name: RecipeArgument
     overrides: OverridesArgument = None
     as_json: JsonOption = False
+
+    def check(self) -> None:
+        """Raise TilthError for a bad recipe."""
+        from tilth.runs.trust import load_named
+
+        load_named(self.name, self.overrides or ())
 
 
 ckpt = group("ckpt", "Inspect, compare and remove checkpoints. Exit code 1: something is damaged or different.")
@@ -457,7 +520,7 @@ class CkptVerifyCommand(NamedTuple):
     checkpoint, step, intact, bytes, seconds, problems, own (its run made it).
     """
 
-    where: Annotated[str, Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show")]
+    where: Annotated[str, Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show", callback=_where)]
     everything: Annotated[bool, Option("--all", help="all checkpoints, not the newest only")] = False
     as_json: JsonOption = False
 
@@ -471,8 +534,8 @@ class CkptDiffCommand(NamedTuple):
     bytes, tolerance, within (greatest difference of the tensors that do not differ by more), left_out.
     """
 
-    a: Annotated[str, Argument(metavar="A", help=AnyArgument)]
-    b: Annotated[str, Argument(metavar="B", help="likewise")]
+    a: Annotated[str, Argument(metavar="A", help=AnyArgument, callback=_model)]
+    b: Annotated[str, Argument(metavar="B", help="likewise", callback=_model)]
     tolerance: Annotated[
         float | None, Option(help="greatest difference of two equal values; default: they are equal bit for bit")
     ] = None
@@ -486,7 +549,10 @@ class CkptExportCommand(NamedTuple):
     Keys of --json: path, step, files, bytes.
     """
 
-    spec: Annotated[str, Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")]
+    spec: Annotated[
+        str,
+        Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder", callback=_model),
+    ]
     where: OutArgument
     group: Annotated[str, Option(help="weights to write: model, ema, critic, reference or reward_model")] = ""
     dtype: Annotated[str, Option(help="fp32 or bf16; default: as saved")] = ""

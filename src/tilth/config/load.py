@@ -323,6 +323,14 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     return {name: f"{name} was {json.dumps(old.get(name))} and is {json.dumps(new.get(name))}" for name in changed}
 
 
+def check_flows(names: Iterable[str], keys: Mapping[str, Any]) -> None:
+    """Raise RecipeError for a flow that nobody declares, or a wrong key; keys: as of ``from_dict``."""
+    from_dict(keys, complete=False)
+    for name in names:
+        if name not in FLOWS:
+            raise RecipeError(f"no algorithm {name!r}; {nearest(name, FLOWS)}", key="flows")
+
+
 def check_allowed(names: Iterable[str]) -> None:
     """Raise RecipeError for a name that is neither a key nor a section nor a prefix of one (``policy.layout``)."""
     known = {".".join(path[: i + 1]) for path in (name.split(".") for name in all_names()) for i in range(len(path))}

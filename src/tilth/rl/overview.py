@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilth.config.flows import FLOWS, OPTIONAL
-from tilth.config.load import from_dict
+from tilth.config.load import check_flows, from_dict
 from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
-from tilth.core.errors import RecipeError
 from tilth.rl.algorithm import Algorithm, names
-from tilth.rl.registry import DECLARED_AS, Kind, nearest
+from tilth.rl.registry import DECLARED_AS, Kind
 
 COLUMNS = ("baseline", "loss", "aggregation", "KL", "clip", "filters", "critic")
 """Columns of the table in docs/algorithms.md."""
@@ -22,10 +21,7 @@ def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -
     keys: of a recipe, as nested dictionaries, applied to every flow; plugins among them are imported. Raises
     RecipeError: an unknown flow, a wrong key.
     """
-    from_dict(keys or {}, complete=False)
-    for flow in flows:
-        if flow not in FLOWS:
-            raise RecipeError(f"no algorithm {flow!r}{nearest(flow, FLOWS)}", key="flows")
+    check_flows(flows, keys or {})
     return {flow: _facts(from_dict({**(keys or {}), "flow": flow}, complete=False)) for flow in flows or FLOWS}
 
 

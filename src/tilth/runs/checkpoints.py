@@ -33,7 +33,7 @@ from tilth.runs.model_refs import (
     root_of,
     split_spec,
 )
-from tilth.runs.readers import read_state, run_settings
+from tilth.runs.readers import nowhere, read_state, run_settings
 
 _DAMAGED_ANYWHERE = ("damaged", "replaced")
 _DAMAGED = (*_DAMAGED_ANYWHERE, "unfinished")
@@ -130,10 +130,7 @@ def places(where: str) -> list[CheckpointFolder]:
         if not found and any(_same(place, path) for path in bare(root)):  # a checkpoint whose manifest is gone
             found = [CheckpointFolder(root, _run_above(root), place)]
     if not found:
-        raise DataError(
-            f"WHERE={where!r} is neither a run nor a checkpoint, nor a folder of those; runs lie in runs/ by default",
-            key="WHERE",
-        )
+        raise nowhere(where)
     return found
 
 

@@ -76,6 +76,12 @@ def stored_state(run: str | Path) -> Record:
     return state
 
 
+def nowhere(where: str) -> DataError:
+    """Return the error for a text that names no place with checkpoints."""
+    message = f"WHERE={where!r} is neither a run nor a checkpoint, nor a folder of those"
+    return DataError(f"{message}; runs lie in runs/ by default", key="WHERE")
+
+
 def present(run: str | Path, stored: Record) -> Record:
     """Return the stored state of a run at this moment: see ``read_state``."""
     with parsing(Path(run) / "run.json"):
