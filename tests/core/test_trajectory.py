@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tilth.core.errors import TrajectoryError
-from tilth.core.trajectory import ROLES, Segment, Trajectory
+from tilth.core.trajectory import ROLES, Segment, Trajectory, token_versions
 
 
 def trajectory(mask):
@@ -58,10 +58,15 @@ def episodes(draw):
     return Trajectory(0, 0, 0, tokens, mask, logprobs, segments=segments, versions=spans), truth
 
 
+@given(st.lists(episodes(), max_size=4))
+def test_versions_of_several_trajectories_are_those_of_each(several):
+    found = token_versions([made for made, _ in several])
+    assert found.dtype == np.int32 and found.tolist() == [version for _, truth in several for *_, version in truth]
+
+
 @given(episodes())
 def test_version_spans_cover_each_chosen_token_exactly_once(episode):
-    made, truth = episode
-    assert made.token_versions().tolist() == [version for _, _, version in truth]
+    made, _ = episode
     ends = [start for start, _ in made.versions[1:]] + [len(made.tokens)]
     spans = [range(start, end) for (start, _), end in zip(made.versions, ends)]
     assert all(sum(i in span for span in spans) == 1 for i in np.flatnonzero(made.mask))
@@ -103,7 +108,10 @@ def test_parts_that_contradict_each_other_are_refused(segments, mask):
 def test_version_spans_that_miss_a_chosen_token_or_overlap_are_refused(versions):
     made = Trajectory(3, 0, 0, np.arange(3), np.array([0, 1, 1], np.uint8), np.zeros(3), versions=versions)
     with raises(TrajectoryError, "versions"):
-        made.token_versions()
+        token_versions([made])
+    made.id = 4
+    with pytest.raises(TrajectoryError, match="trajectory 4"):
+        token_versions([trajectory([0, 0]), made, trajectory([0])])
 
 
 @pytest.mark.parametrize("paid", [[(0, 1.0)], [(2, 1.0), (1, 1.0)], [(9, 1.0)], [(1, 1.0), (1, 2.0)]])

@@ -13,7 +13,7 @@ from tests.config.test_plugins import _nothing_left_behind  # noqa: F401  (a fix
 from tests.core.test_trajectory import episodes
 from tests.examples import examples
 from tests.roles import small
-from tilth.core.trajectory import Segment, Trajectory
+from tilth.core.trajectory import Segment, Trajectory, token_versions
 from tilth.engines.request import Request, SamplingParams
 from tilth.models.attention import PackedContext
 from tilth.rl import registry
@@ -102,7 +102,7 @@ def test_the_engine_goes_on_behind_a_tool_s_answer():
         *asked.mask,
         *[1] * (len(two.tokens) - n),
     ]
-    assert two.token_versions()[n:].tolist() == [5] * (len(two.tokens) - n) and two.token_versions()[n - 3] == 0
+    assert token_versions([two])[n - 3 :].tolist() == [0] * 3 + [5] * (len(two.tokens) - n)
     np.testing.assert_allclose(two.logprobs[n:], naive(worker.engine.model, two.tokens)[n:], atol=2e-5)
 
 

@@ -1,5 +1,6 @@
 """One episode of a policy: the unit of experience."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
@@ -117,13 +118,24 @@ class Trajectory:
             found[at] = reward
         return found
 
-    def token_versions(self) -> np.ndarray:
-        """Return the policy version that chose each token, int32 [T], 0 elsewhere. TrajectoryError unless ``versions``
-        is in order and covers every chosen token."""
-        edges = [*(start for start, _ in self.versions), len(self.tokens)]
-        covered = all(a < b for a, b in pairwise(edges[:-1])) and not self.mask[: edges[0]].any()
-        self._check(covered, "versions", f"spans of versions {self.versions} do not cover each chosen token once")
-        found = np.zeros(len(self.tokens), np.int32)
-        for (start, version), end in zip(self.versions, edges[1:]):
-            found[start:end] = version
-        return np.where(self.mask != 0, found, 0).astype(np.int32, copy=False)
+
+def token_versions(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Return the policy version that chose each token of trajectories one after the other, int32 [N], 0 for others.
+
+    TrajectoryError unless ``versions`` of each is in order and covers every token that was chosen.
+    """
+    spans, unknown, ends = list[tuple[int, int, int]](), np.iinfo(np.int32).min, [0]
+    for row, t in enumerate(trajectories):
+        spans.append((row, ends[-1], unknown))
+        spans += [(row, ends[-1] + first, version) for first, version in t.versions]
+        ends.append(ends[-1] + len(t.tokens))
+    rows, first, version = np.array(spans, np.int64).reshape(-1, 3).T
+    known, counts = version != unknown, np.diff(first, append=ends[-1])
+    good = (counts >= 0) & ~((counts == 0) & known & np.append(known[1:], False))  # the next one is of the same row
+    mask = np.concatenate([t.mask for t in trajectories]) if len(trajectories) else np.zeros(0, np.uint8)
+    found = np.where(mask != 0, np.repeat(version, np.where(good, counts, 0)) if good.all() else unknown, 0)
+    if (wrong := np.flatnonzero(found == unknown)).size:
+        t = trajectories[int(np.searchsorted(ends, wrong[0], "right") - 1 if good.all() else rows[~good][0])]
+        message = f"trajectory {t.id}: spans of versions {t.versions} do not cover each chosen token once"
+        raise TrajectoryError(message, key="versions")
+    return found.astype(np.int32)

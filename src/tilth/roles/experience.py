@@ -8,7 +8,7 @@ import numpy as np
 from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.core.errors import TokenIdentityError
 from tilth.core.media import MEDIA, pack_media
-from tilth.core.trajectory import OPENS, ROLES, Segment, Trajectory
+from tilth.core.trajectory import OPENS, ROLES, Segment, Trajectory, token_versions
 from tilth.plan.batch import RowTable
 from tilth.trace.spans import span
 
@@ -49,37 +49,36 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool 
 
     by_turn: add the rewards of turns, as payload and their sum as a row column. media: add the items of prompts."""
     rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
+    tokens, mask = Jagged.of([t.tokens for t in trajectories]), Jagged.of([t.mask for t in trajectories])
     rows: dict[str, np.ndarray] = {
         "id": np.array([t.id for t in trajectories], np.int64),
         "group": np.array([t.group for t in trajectories], np.int64),
         "prompt": np.array([t.prompt for t in trajectories], np.int64),
-        "length": np.array([len(t.tokens) for t in trajectories], np.int32),
-        "completion": np.array([t.completion_length for t in trajectories], np.int32),
+        "length": tokens.lengths.astype(np.int32),
+        "completion": np.diff(np.append(0, np.cumsum(mask.values != 0))[mask.offsets]).astype(np.int32),
         "reward": rewards,
         OUTCOME: rewards.copy(),
         "version": np.array([t.versions[-1][1] if t.versions else 0 for t in trajectories], np.int32),
         "finish": np.array([FINISHES.index(t.finish) for t in trajectories], np.int8),
         "identity": np.array([identity(t.tokens) for t in trajectories], np.uint32),
     }
-    columns: dict[str, Sequence[np.ndarray]] = {
-        "tokens": [t.tokens for t in trajectories],
-        "mask": [t.mask for t in trajectories],
-        "rollout_logprobs": [t.logprobs for t in trajectories],
-        "versions": [t.token_versions() for t in trajectories],
-        "segments": [np.array(_coded(t), np.int32) for t in trajectories],
-        "text": [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories],
+    columns = {
+        "tokens": tokens,
+        "mask": mask,
+        "rollout_logprobs": Jagged.of([t.logprobs for t in trajectories]),
+        "versions": Jagged(token_versions(trajectories), tokens.offsets),
+        "segments": Jagged.of([np.array(_coded(t), np.int32) for t in trajectories]),
+        "text": Jagged.of([np.frombuffer(t.text.encode(), np.uint8) for t in trajectories]),
     }
     if by_turn:
-        columns[TURN_REWARDS] = [t.token_rewards() for t in trajectories]
+        columns[TURN_REWARDS] = Jagged.of([t.token_rewards() for t in trajectories])
         rows[TURN_REWARD] = np.array([sum(r for _, r in t.turn_rewards) for t in trajectories], np.float32)
     if trajectories and all(t.routing is not None for t in trajectories):
-        columns[ROUTING] = [_as_items(t.routing) for t in trajectories if t.routing is not None]
+        columns[ROUTING] = Jagged.of([_as_items(t.routing) for t in trajectories if t.routing is not None])
     if media:
-        columns[MEDIA] = [pack_media(t.media) for t in trajectories]
-    ragged = {name: Jagged.of(values) for name, values in columns.items()}
-    tokens, mask = ragged["tokens"], ragged["mask"].values
-    rows |= RowTable.of(tokens, mask, _opens(ragged["segments"], tokens)).columns()
-    return Batch(rows, {k: Column.whole(store.put(k, v), len(trajectories)) for k, v in ragged.items()})
+        columns[MEDIA] = Jagged.of([pack_media(t.media) for t in trajectories])
+    rows |= RowTable.of(tokens, mask.values, _opens(columns["segments"], tokens)).columns()
+    return Batch(rows, {k: Column.whole(store.put(k, v), len(trajectories)) for k, v in columns.items()})
 
 
 def _as_items(routing: np.ndarray) -> np.ndarray:
