@@ -23,6 +23,8 @@ from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
 from tilth.engines.completion import RequestError
 from tilth.process.access import AddressError, PatientProtocol, check_address, listen
+from tilth.runs.models import load_model
+from tilth.serve import start
 from tilth.serve.app import BODY, bare_app
 from tilth.serve.errors import http_error
 from tilth.serve.start import ServeOptions, open_server, served_name
@@ -56,6 +58,14 @@ def test_on_this_machine_none_is(host):
 def test_a_port_that_is_taken_is_named(model):
     with socket.create_server(("127.0.0.1", 0)) as other, raises(AddressError, "--port"):
         open_server(model, ServeOptions(port=other.getsockname()[1]))
+
+
+def test_a_worker_without_kernels_is_told_of_once(model, monkeypatch, capsys):
+    monkeypatch.setattr(start.row_product, "missing", lambda: "there are no kernels")
+    monkeypatch.setattr(start, "open_cluster", lambda *_, **__: None)
+    for backend, said in (("local", "tilth: there are no kernels\n"), ("inline", "")):
+        start._room(str(model), load_model(str(model)), ServeOptions(backend=backend), 1, lambda cluster, make: None)
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "not a name"])

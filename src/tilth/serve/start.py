@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.engines.client import EngineClient
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine
+from tilth.models import row_product
 from tilth.models.hub import is_hub_id
 from tilth.models.peft import load_adapter
 from tilth.plan.shape import kv_bytes
@@ -113,6 +115,8 @@ def _room(
     model: str, loaded: LoadedModel, options: ServeOptions, workers: int, kind: Callable[..., EngineClient]
 ) -> EngineClient:
     gpu = torch.cuda.is_available() and options.backend != "inline"
+    if options.backend == "local" and not torch.cuda.is_available() and (missing := row_product.missing()):
+        print(f"tilth: {missing}", file=sys.stderr)  # nobody reads what its worker prints
     length = loaded.config.max_positions
     fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
     make = partial(serving_engine, model, max(min(ROWS * length, fits), length), options.fast)
