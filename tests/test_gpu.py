@@ -138,7 +138,7 @@ def test_a_training_step_is_that_of_a_cpu_in_float64(dtype, compile):
     loss.backward()
     norm = float(torch.cat([p.grad.flatten() for p in exact.parameters()]).norm())
     rel = 1e-5 if dtype == torch.float32 else 2e-2
-    assert (done.loss, done.grad_norm) == (pytest.approx(float(loss), rel=rel), pytest.approx(norm, rel=10 * rel))
+    assert (done.loss, done.grad_norm) == (pytest.approx(loss.item(), rel=rel), pytest.approx(norm, rel=10 * rel))
     groups = [{"params": [p for p in exact.parameters() if (p.ndim > 1) == matrices]} for matrices in (True, False)]
     torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0).step()
     # Adam's first step is lr times the sign of each gradient, so in bf16 the smallest gradients may differ by 2 lr.

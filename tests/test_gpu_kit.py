@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import psutil
 import pytest
@@ -101,6 +102,13 @@ def test_parts_are_scripts_with_columns_that_take_what_they_are_given():
         assert all(f'"{word}"' in text for word in words) and part.columns
     assert sum(part.limit_s for part in made.PARTS) <= 27 * 60
     assert json.dumps(made.machine("cpu"))
+
+
+def test_tests_of_a_gpu_are_found_by_their_mark(tmp_path):
+    """Without an import of all others, which pytest would leave out."""
+    command = script("gpu.py").PARTS[0].command("cuda", False, tmp_path / "report")
+    found = {Path(word).name for word in command if word.endswith(".py")}
+    assert {"test_gpu.py", "test_pretended.py", "test_saver.py"} <= found and len(found) < 20
 
 
 def test_a_pretended_device_runs_the_tests_alone(gpu, monkeypatch, tmp_path):

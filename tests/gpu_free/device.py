@@ -576,6 +576,7 @@ def install():
     for name, value in here.items():
         setattr(torch.cuda, name, value)
     torch.compile = lambda model=None, **_: model if model is not None else lambda given: given
+    torch.Tensor.is_pinned = lambda tensor, *_: is_pinned(tensor)
     kernels.install()
     alike = torch._has_compatible_shallow_copy_type
 

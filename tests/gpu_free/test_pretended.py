@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoint.test_saver import alone
 from tests.engines.reference import make_engine, make_model
 from tests.gpu_free.counts import (
     CUDA,
@@ -25,6 +26,7 @@ from tests.gpu_free.counts import (
     update,
 )
 from tests.training.test_engine import batch
+from tilth.checkpoint import Commit, Saver, begin_save, open_checkpoint, snapshot
 from tilth.core.device import to_device, to_host
 from tilth.engines import runner, sampling
 from tilth.engines.cache import KVCache
@@ -221,3 +223,23 @@ def test_a_copy_that_the_computing_stream_does_not_wait_for_is_seen(monkeypatch)
 
     monkeypatch.setattr(HostActivations, "fetch", hasty)
     assert not np.isfinite(norm())
+
+
+def test_a_snapshot_that_later_work_does_not_wait_for_is_seen(monkeypatch, tmp_path):
+    copy = snapshot.HostBuffer.copy
+
+    def saved(step):
+        values, folder = torch.zeros(64, 64, device=CUDA), begin_save(tmp_path, step)
+
+        def copied(*given):
+            events = copy(*given)
+            values.add_(1)  # before another thread waits for the copy
+            return events
+
+        monkeypatch.setattr(snapshot.HostBuffer, "copy", copied)
+        Saver().start(folder, {"g": alone({"t": values})}, 0)
+        return open_checkpoint(Commit(folder, {"g": (0,)}, {}).wait(60)).read("g", "t")
+
+    assert not saved(1).any()
+    monkeypatch.setattr(snapshot, "_recorded", lambda device, stream: stream.record_event())
+    assert saved(2).any()
