@@ -302,7 +302,14 @@ def test_what_is_held_out_and_the_rewards_check_would_stop_too(talks, tmp_path):
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
-@pytest.mark.parametrize("changes", [["reward.function=gsm8k"], ["model.context=20"]])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["reward.function=gsm8k"],
+        ["model.context=20"],
+        ["train.micro_tokens=4", "policy.layout.hdp=2", "cluster.backend=local", "cluster.workers=2"],
+    ],
+)
 def test_what_would_stop_the_run_fails_the_command(talks, tmp_path, changes, as_json):
     talks.write_text("".join(json.dumps(t) + "\n" for t in TALKS[1:]))
     recipe = toml(tmp_path, f'flow = "sft"\n[data]\nsource = "{talks}"\nholdout = 0.0\n[supervised]\nsteps = 1\n')

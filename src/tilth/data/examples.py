@@ -110,7 +110,8 @@ def supervised(prompts: Sequence[Prompt], template: Template, context: int) -> l
 def check_example(prompt: Prompt, example: Example, context: int) -> None:
     """Raise ``DataError`` for more than ``context`` tokens, and for an answer whose prompt has none."""
     if len(example.tokens) > context:
-        message = f"{prompt.name} with its answer has {len(example.tokens)} tokens; model.context is {context}"
+        found = f"{prompt.name} with its answer has {len(example.tokens)} tokens"
+        message = f"{found}; model.context is {context}: raise it, or leave the record out"
         raise DataError(message, key=record_key(prompt.name, "tokens"))
     if example.mask[0]:
         raise RecordError.at(

@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -210,9 +210,7 @@ def build(
             raise RecipeError(message, key="supervised.until.unscored")
     check_mixture(recipe, data.train)
     places = place(recipe, generates=generates)
-    for units in (placed.mesh.units for placed in places.values()):
-        if units > 1:
-            ranks_held(np.array([plan.longest]), recipe.train.micro_tokens, units)
+    check_units(recipe, (placed.mesh for placed in places.values()), plan.longest)
     given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **data.given}
     if pool is not None:
         given["pool"] = pool
@@ -231,6 +229,13 @@ def _kernels_missing(recipe: Recipe, *, generates: bool) -> str:
     if recipe.cluster.backend == "inline" or on_many_machines(recipe) or not used:
         return ""
     return row_product.missing() if resolved(recipe).train.device == "cpu" else ""
+
+
+def check_units(recipe: Recipe, meshes: Iterable[Mesh], longest: int) -> None:
+    """Raise PlanError if the ranks that divide a sequence of ``longest`` tokens do not hold it together."""
+    for units in (mesh.units for mesh in meshes):
+        if units > 1:
+            ranks_held(np.array([longest]), recipe.train.micro_tokens, units)
 
 
 def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:

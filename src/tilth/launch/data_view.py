@@ -1,7 +1,7 @@
 """Data of a recipe as a model sees it: tokens, loss mask, lengths, packing, and what would stop the run."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -22,6 +22,7 @@ from tilth.launch.build import (
     PretrainTexts,
     all_lengths,
     check_mixture,
+    check_units,
     mixed,
     mixture_draws,
     model_config,
@@ -33,8 +34,9 @@ from tilth.launch.data_balance import BalanceReport, balance_report
 from tilth.launch.planning import generating
 from tilth.launch.rewards import chosen_reward
 from tilth.models.config import DecoderConfig
+from tilth.plan.layout import place
 from tilth.plan.packing import micro_batches
-from tilth.plan.steps import supervised_steps
+from tilth.plan.steps import longest_sequence, supervised_steps
 from tilth.rewards.functions import check_answers
 from tilth.runs.models import choose_tokenizer, load_model
 
@@ -197,15 +199,28 @@ def _prompts(recipe: Recipe, n: int) -> View:
 
 def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator[str]:
     """Yield the complaint of each check that a run makes of all its prompts."""
-    checks: list[Callable[[], object]] = [*prompt_checks(recipe, prompts, template, generates=generating(recipe))]
+    generates, longest = generating(recipe), list[int]()
+    counts = [*prompt_checks(recipe, prompts, template, generates=generates)]
+    checks: list[Callable[[], object]] = [lambda count=count: longest.append(count()) for count in counts]
+    checks.append(lambda: len(longest) < len(counts) or _check_ranks(recipe, max(longest)))
     checks.append(lambda: chosen_reward(recipe))
     if reward := recipe.reward.function:
         checks.append(lambda: check_answers(reward, prompts))
+    yield from _complaints(checks)
+
+
+def _complaints(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
     for check in checks:
         try:
             check()
         except TilthError as error:
             yield str(error)
+
+
+def _check_ranks(recipe: Recipe, longest_prompt: int) -> None:
+    """Raise PlanError if the ranks of a unit do not hold the longest sequence. longest_prompt: as of ``plan_run``."""
+    meshes = (placed.mesh for placed in place(recipe, generates=generating(recipe)).values())
+    check_units(recipe, meshes, longest_sequence(recipe, longest_prompt))
 
 
 def _mixture(recipe: Recipe, view: View, order: Mixture) -> np.ndarray:
@@ -346,6 +361,7 @@ def _documents(recipe: Recipe, n: int) -> View:
     tokenizer = choose_tokenizer(recipe, None, loaded, texts.train)
     corpus, _, by_source = tokenised(recipe, texts, tokenizer)
     view = _view(recipe, tokenizer, len(texts.train), len(texts.heldout), len(corpus))
+    view.problems += _complaints([lambda: _check_ranks(recipe, 0)])
     view.notes += texts.notes
     view.stops = [tokenizer.token(tokenizer.eos_id)]
     view.lengths["piece"] = Lengths.of(corpus.lengths)

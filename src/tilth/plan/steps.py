@@ -86,6 +86,13 @@ def supervised_steps(supervised: SupervisedConfig, examples: int) -> int:
     return supervised.steps or math.ceil(round(supervised.epochs * examples / supervised.batch, 9))
 
 
+def longest_sequence(recipe: Recipe, longest_prompt: int) -> int:
+    """Return the tokens of the longest possible sequence of a run. longest_prompt: as of ``plan_run``."""
+    if recipe.flow_spec.learns == "documents":
+        return recipe.model.context
+    return min(recipe.model.context, longest_prompt + recipe.rollout.max_tokens)
+
+
 def plan_run(
     recipe: Recipe,
     shape: DecoderShape,
@@ -106,7 +113,7 @@ def plan_run(
     steps = a.steps if recipe.flow_spec.samples else 0
     values = recipe.critic.steps if critic else 0
     warm = supervised_steps(w, train_prompts)
-    longest = recipe.model.context if pretrain else min(recipe.model.context, longest_prompt + r.max_tokens)
+    longest = longest_sequence(recipe, longest_prompt)
     rows, updates = r.prompts * r.group, a.epochs * a.minibatches
     given, learned = w.batch * recipe.flow_spec.rows, rows * a.epochs
     policy_rows, critic_rows = warm * given + steps * learned, critic * (steps + values) * learned
