@@ -357,9 +357,11 @@ def test_a_loop_that_syncs_no_weights_is_named(tmp_path, own_loop):
         tiny.run(recipe(tmp_path, 1, run={"eval_every": 0}))
 
 
-def test_moments_over_any_number_of_versions_are_refused(tmp_path):
+@pytest.mark.parametrize("advantage", ["gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"])
+def test_moments_over_any_number_of_versions_are_refused(tmp_path, advantage):
+    flow = "ppo" if advantage == "gae" else "grpo"
     with raises(RecipeError, "algorithm.advantage.staleness"):
-        tiny.run(recipe(tmp_path, "free", flow="ppo", algorithm={"advantage": "gae"}))
+        tiny.run(recipe(tmp_path, "free", flow=flow, algorithm={"advantage": advantage}))
 
 
 def test_an_engine_that_resumes_nothing_is_refused(tmp_path, monkeypatch):

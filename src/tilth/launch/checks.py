@@ -142,10 +142,11 @@ def _partial(recipe: Recipe) -> Refusals:
 
 def _mixed(algorithm: Algorithm, recipe: Recipe) -> Refusals:
     """Check that no moments over a batch are taken over any number of versions of the policy."""
-    if recipe.rollout.staleness == "free" and algorithm.estimator.scope == "global moments":
+    if recipe.rollout.staleness == "free" and algorithm.estimator.whitens:
+        unless = ", or whiten=false in algorithm.options" * ("whiten" in type(algorithm.estimator).model_fields)
         why = (
             "whitens over the batch as over samples of one policy, and rollout.staleness = free mixes any number of "
-            "versions; use a bound, as in rollout.staleness=1, or whiten=false in algorithm.options"
+            f"versions; use a bound, as in rollout.staleness=1{unless}"
         )
         yield "algorithm.advantage.staleness", why
 

@@ -125,6 +125,11 @@ class Advantage(Entry):
         """
         return False
 
+    @property
+    def whitens(self) -> bool:
+        """True if advantages are shifted and scaled by moments of the whole batch."""
+        return False
+
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return advantages and, if the estimator has them, returns."""
         raise NotImplementedError
@@ -232,6 +237,7 @@ class ReinforcePPBaseline(_Grouped):
     """
 
     weighs: ClassVar[bool] = True
+    whitens: ClassVar[bool] = True
     flat_teaches: ClassVar[bool] = True  # whitening moves its zeros by the mean over the batch's tokens
 
     def rows(self, rows: Rows) -> Tensor:
@@ -388,6 +394,7 @@ class Gdpo(Grpo):
         return tuple(f"part/{key}" for key in self.keys)
 
     weighs: ClassVar[bool] = True
+    whitens: ClassVar[bool] = True
     flat_teaches: ClassVar[bool] = True  # parts may differ where their sum does not
 
     @property
@@ -422,6 +429,10 @@ class _Whitened(Advantage):
     @property
     def scope(self) -> Scope:
         return "global moments" if self.whiten else "token-local"
+
+    @property
+    def whitens(self) -> bool:
+        return self.whiten
 
     def finish(self, tokens: Tokens, advantages: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
         """Values of the tokens that count -> [total]; whitens the advantages, never the returns."""
