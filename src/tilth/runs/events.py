@@ -333,7 +333,8 @@ class RunReplay:
         if len(state["digests"]) > 1:
             others.append(f"it has had {len(state['digests'])} recipes, and a replay repeats one")
         if others:
-            raise DataError(f"--replay {run} is another run: {'; '.join(others)}", key="events.recipe")
+            message = f"--replay {run} is another run: {'; '.join(others)}"
+            raise DataError(f"{message}; a replay has the recipe and the data of its run", key="events.recipe")
         found = cls(path, state["digests"])
         if found.steps < (last := max((record["step"] for record in read_metrics(run)), default=0)):
             raise DataError(f"{path} ends with step {found.steps}, and {run} has committed {last}", key="events.cut")
