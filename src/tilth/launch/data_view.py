@@ -199,14 +199,21 @@ def _prompts(recipe: Recipe, n: int) -> View:
 
 def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator[str]:
     """Yield the complaint of each check that a run makes of all its prompts."""
-    generates, longest = generating(recipe), list[int]()
-    counts = [*prompt_checks(recipe, prompts, template, generates=generates)]
-    checks: list[Callable[[], object]] = [lambda count=count: longest.append(count()) for count in counts]
-    checks.append(lambda: len(longest) < len(counts) or _check_ranks(recipe, max(longest)))
+    counts, longest = [*prompt_checks(recipe, prompts, template, generates=generating(recipe))], list[int]()
+
+    def ranks() -> None:
+        if len(longest) == len(counts):
+            _check_ranks(recipe, max(longest))
+
+    checks: list[Callable[[], object]] = [*(partial(_append, longest, count) for count in counts), ranks]
     checks.append(lambda: chosen_reward(recipe))
     if reward := recipe.reward.function:
         checks.append(lambda: check_answers(reward, prompts))
     yield from _complaints(checks)
+
+
+def _append(longest: list[int], count: Callable[[], int]) -> None:
+    longest.append(count())
 
 
 def _complaints(checks: Iterable[Callable[[], object]]) -> Iterator[str]:

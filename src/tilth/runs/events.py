@@ -337,7 +337,8 @@ class RunReplay:
             raise DataError(f"{message}; a replay has the recipe and the data of its run", key="events.recipe")
         found = cls(path, state["digests"])
         if found.steps < (last := max((record["step"] for record in read_metrics(run)), default=0)):
-            raise DataError(f"{path} ends with step {found.steps}, and {run} has committed {last}", key="events.cut")
+            message = f"{path} ends with step {found.steps}, and {run} has committed {last}: bring the file back whole"
+            raise DataError(message, key="events.cut")
         return found
 
     @property
