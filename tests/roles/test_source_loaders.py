@@ -301,8 +301,18 @@ def test_a_shadow_that_is_lost_again_and_again_is_named(loaders, few_restarts):
             killed.add(pid)
         time.sleep(0.005)
     until(lambda: made._pump._failed is not None)
-    with raises(DataError, "data.loaders.lost"):
+    with raises(DataError, "data.shadows.lost"):
         made.take("examples", [1])
+
+
+def test_a_loader_that_is_ready_shows_that_its_shadow_can_be(loaders):
+    """One that was lost while the other one took over was the last of its row."""
+    made = loaders([{"few": 1.0}])
+    made.take("examples", [0])
+    place = made._pump._places[0]
+    place.lost[False] = 1
+    made.follow([{"few": 1.0, "more": 1.0}])
+    until(lambda: not place.lost[False])
 
 
 def test_loaders_end_with_their_owner(data, whole, tokenizer):

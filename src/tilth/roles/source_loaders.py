@@ -107,7 +107,7 @@ class _Place:
     rests: bool = False
     """True if the loader was lost while no sample was asked of it: its successor starts when one is."""
     lost: Counter[bool] = field(default_factory=Counter)
-    """Losses of the loader in a row without a sample in between (True), and of others before they were ready."""
+    """Losses of the loader in a row without a sample in between (True), and of others before one was ready."""
 
     @property
     def pending(self) -> Iterator[_LoadRequest]:
@@ -361,8 +361,7 @@ class _Pump:
             else:
                 for request, found in zip(child.flying.popleft(), given[0]):
                     self._add(request, *found)
-            if what == "loaded" or child is not place.team[0]:
-                place.lost[what == "loaded"] = 0
+            place.lost[what == "loaded"] = 0
         return alive
 
     def _add(self, request: _LoadRequest, found: Sequence[LoadedSample | TilthError], seconds: float) -> None:
@@ -373,8 +372,8 @@ class _Pump:
         self._made[request.source] += len(found)
 
     def _lose(self, place: _Place, child: LoaderProcess, why: str) -> None:
-        """Ask another one for what a loader has not made; a loss counts while somebody waits for that. Raises
-        ``DataError`` if one is lost too often."""
+        """Ask another one for what a loader has not made; a loss counts while somebody waits for that, that of a shadow
+        always. Raises ``DataError`` if one is lost too often."""
         loads = child is place.team[0]
         place.rests = loads and not (child.flying or place.waiting)
         place.lost[loads] += not place.rests
@@ -385,6 +384,9 @@ class _Pump:
         self._pool.children.remove(child)
         if not RESTARTS.again(fruitless=(times := place.lost[loads])):
             names = ", ".join(self._names[number] for number in sorted(place.wanted))
+            if not loads:
+                message = f"the shadow of a loader of {names} is lost {times} times in a row before it is ready: {why}"
+                raise DataError(f"{message}; data.shadows = 0 goes on without one", key="data.shadows.lost")
             message = f"a loader of {names} is lost {times} times in a row without a sample in between: {why}"
             raise DataError(f"{message}; data.loaders = 0 shows where", key="data.loaders.lost")
 
