@@ -18,6 +18,7 @@ from tests.errors import raises
 from tilth.cli.declare import study
 from tilth.cli.main import app
 from tilth.core.errors import PluginError
+from tilth.ui.heat import colour
 
 KEYS = ["slowdown", "ideal_step", "by_optype", "by_stage", "by_dp", "by_worker", "m_w", "m_s", "cause"]
 USUAL = by_type(forward_compute=1.0, backward_compute=2.0, grads_reduce_scatter=0.4, optimizer=0.2)
@@ -81,8 +82,9 @@ def test_picture(file, tmp_path):
     cells = {t.firstChild.data.split(":")[0]: t.parentNode for t in page.getElementsByTagName("title")}
     assert len(cells) == 16 + 1 and "dp 2 stage 1 (rank 6)" in cells
     fills = {name: node.getAttribute("fill") for name, node in cells.items() if name.startswith("dp")}
-    assert fills.pop("dp 2 stage 1 (rank 6)") == "#b9532d"
-    assert "#b9532d" not in fills.values()
+    hottest = "#{:02x}{:02x}{:02x}".format(*colour(9.0))
+    assert fills.pop("dp 2 stage 1 (rank 6)") == hottest
+    assert hottest not in fills.values()
 
 
 @pytest.mark.parametrize(

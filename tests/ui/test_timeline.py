@@ -188,7 +188,7 @@ def cells(html):
 def test_health_has_a_row_a_rank():
     found = account(tree(*two_workers()))
     head, zero, one = cells(health(found))
-    assert head == ["rank", "", "busy", "communication", "gc", "pipeline", "waits", "waited for", "pace"]
+    assert head == ["rank", "parts", "busy", "communication", "gc", "pipeline", "waits", "waited for", "pace"]
     assert zero == ["0", "", "44 %", "11 %", "–", "–", "45 %", "–", f"{found.pace[0]:.2f}"]
     assert one == ["1", "", "53 %", "5.6 %", "1.7 %", "–", "40 %", "5.6 %", f"{found.pace[1]:.2f}"]
 

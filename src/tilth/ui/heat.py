@@ -1,6 +1,6 @@
 """Colours of slowdowns in heat maps of workers."""
 
-COOL, WARM = (0xF1, 0xEF, 0xE6), (0xB9, 0x53, 0x2D)  # colours of the report: ground and clay
+COOL, WARM = (0xF1, 0xEF, 0xE6), (0xD9, 0x76, 0x4F)  # ground and a pale clay, on which dark figures can be read
 LOW, HIGH = 1.0, 1.5  # slowdowns at both ends of the colours, as in the study; values outside are clamped
 
 

@@ -41,6 +41,8 @@ from tilth.process.access import AddressError
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
 from tilth.ui import format
+from tilth.ui.heat import COOL, WARM
+from tilth.ui.html import text_of
 from tilth.ui.listing import METRICS, measured, rows_of
 from tilth.ui.tokens import COLOURINGS, colour_of, numbers
 from tilth.ui.top import living
@@ -92,6 +94,66 @@ def test_every_view_is_whole_and_loads_nothing_from_elsewhere(client, path):
     assert "script-src 'self';" in policy and "default-src 'none'" in policy and "unsafe-eval" not in policy
     for link in (a.get("href") or a.get("src") for _, a in page.seen if a.get("href", "").startswith("/static")):
         assert client.get(link).status_code == 200
+
+
+@pytest.mark.parametrize("path", VIEWS)
+def test_every_view_can_be_used_without_a_mouse(client, path):
+    """Inputs and what the keyboard reaches have names, and what scrolls sideways is reached by it."""
+    answer = client.get(path).text
+    page, open_labels = Page(answer), len(re.findall(r"<label>(?:(?!</label>).)*<(?:input|select)", answer))
+    inputs = [a for n, a in page.seen if n in ("input", "select") and a.get("type") != "hidden"]
+    assert len(inputs) == open_labels + len([a for a in inputs if "aria-label" in a])
+    assert all(a.get("aria-label") for _, a in page.seen if "role" in a and a.get("tabindex") == "0")
+    assert all(a.get("aria-label") for n, a in page.seen if n == "progress")
+    assert [head for head in re.findall("<th([^>]*)></th>", answer) if "aria-label" not in head] == []
+    for scrolls in re.findall(r'<div class="scroll"[^>]*>(?:(?!</div>).)*', answer):
+        assert "tabindex=" in scrolls.partition(">")[0] or "<a " in scrolls
+
+
+def test_views_of_a_run_have_titles_of_their_own(client):
+    titles = [re.search("<title>(.*?)</title>", client.get(path).text)[1] for path in VIEWS if "?" not in path]
+    titles += [re.search("<title>(.*?)</title>", client.get("/compare?run=sums-a-001&run=agents").text)[1]]
+    assert len({*titles}) == len(titles) and "Time · ranks · Tilth" in titles
+
+
+def test_a_refusal_fits_a_phone(client):
+    assert 'name="viewport"' in client.get("/runs/none").text and "color-scheme" in client.get("/runs/none").text
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, two):
+    dark, light = sorted((luminance(one), luminance(two)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_told_from_what_is_behind_it(scheme):
+    """The contrast of WCAG 2, level AA, for small text."""
+    style = text_of("page.css")
+    light, _, dark = style.partition("@media(prefers-color-scheme:dark)")
+    found = {}
+    for text in (light, dark.partition("}}")[0])[: 1 if scheme == "light" else 2]:
+        found |= {name: bytes.fromhex(value) for name, value in re.findall(r"--(\w+):#([0-9a-f]{6})", text)}
+        found |= {n: [*map(int, value.split(","))] for n, value in re.findall(r"--(\w+):(\d+,\d+,\d+)", text)}
+    text_on = {f"{name} on {back}": contrast(found[name], found[back])
+               for name in ("ink", "soft", "leaf", "sky", "clay", "sun", "plum", "teal", "soil")
+               for back in ("paper", "card")}  # fmt: skip
+    tinted = re.findall(r"\.([\w.]+)\{background:rgba\(var\(--(\w+)\),([\d.]+)\)(?:;\s*color:var\(--(\w+)\))?",
+                        style + text_of("web.css").replace(",.down1", "").replace(",.up1", ""))  # fmt: skip
+    assert len(tinted) == 17
+    for name, tint, share, ink in tinted:
+        behind = [float(share) * a + (1 - float(share)) * b for a, b in zip(found[tint], found["card"])]
+        text_on[name] = contrast(found[ink or "ink"], behind)
+    assert {name: round(value, 2) for name, value in text_on.items() if value < 4.5} == {}
+
+
+def test_figures_of_a_heat_map_can_be_read_in_the_warmest_cell():
+    assert min(contrast(bytes.fromhex("2b261f"), colour) for colour in (COOL, WARM)) > 4.5
+    assert "td[style]{color:#2b261f}" in text_of("web.css")
 
 
 @pytest.mark.parametrize("path", ["/", "/runs/ranks", "/curves.json?run=ranks&metric=loss", "/events"])
@@ -755,7 +817,7 @@ def test_looks_that_cost_more_are_rarer_up_to_a_limit(tmp_path, monkeypatch):
             for _ in range(4):
                 await asyncio.wait_for(anext(page), patience(20))
 
-    monkeypatch.setattr(news, "_timed_look", lambda name, before: (object(), b"", next(costs, 0.0)))
+    monkeypatch.setattr(news, "_timed_look", lambda name, before: (object(), b"x", next(costs, 0.0)))
     monkeypatch.setattr(asyncio, "sleep", slept)
     asyncio.run(read())
     assert pauses[:3] == [1e-3, pytest.approx(1.6e-3), 2e-3]
@@ -1059,6 +1121,7 @@ def test_a_server_that_ends_ends_its_streams(folder, monkeypatch, forced):
 
 def test_the_end_of_another_server_of_the_process_is_none_of_a_stream(folder, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.follow.PING", 0.02)
+    monkeypatch.setattr("tilth.ui.web.follow.EVERY", 0.01)
     with made.started(folder) as server:
         uvicorn.Server(uvicorn.Config(lambda: None)).handle_exit(signal.SIGTERM, None)
         with httpx.stream("GET", f"{server.address}events", timeout=patience(20)) as stream:

@@ -73,12 +73,16 @@ const draw = async figure => {
   figure.dataset.versions = versions(found);
   figure.dataset.points = found.lines.reduce((most, line) => Math.max(most, line.points), 0);
   if (!figure.dataset.drawn) {
-    canvas.on('plotly_click', event => {
-      const point = event.points[0], names = JSON.parse(box.dataset.runs);
-      const name = names.length > 1 ? point.data.name : names[0];
-      location.href = '/runs/' + encodeURIComponent(name) + '/trajectories?steps=' + point.customdata;
+    const open = (line, step) => {
+      const names = JSON.parse(box.dataset.runs), name = names.length > 1 ? line.name : names[0];
+      location.href = '/runs/' + encodeURIComponent(name) + '/trajectories?steps=' + step;
+    };
+    canvas.on('plotly_click', event => open(event.points[0].data, event.points[0].customdata));
+    keys(canvas, () => {
+      const high = canvas.layout.xaxis.range[1], line = canvas.data[0];
+      const place = line ? line.x.findLastIndex(x => x <= high) : -1;
+      if (place >= 0) open(line, line.customdata[place]);
     });
-    keys(canvas);
   }
   figure.dataset.drawn = '1';
 };
@@ -128,14 +132,16 @@ const grow = async (figures, news) => {
   }
 };
 
-// Arrows move along the axis, + and - zoom, 0 shows everything, Enter opens the samples of the newest step.
-const keys = canvas => canvas.addEventListener('keydown', event => {
+// Arrows move along the axis, + and - zoom, 0 shows everything, Enter opens the samples of the last step that is shown.
+const keys = (canvas, enter) => canvas.addEventListener('keydown', event => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;  // the browser's own
   const held = canvas.layout.xaxis, [low, high] = held.range.map(Number), width = high - low;
   const ranges = {
     ArrowLeft: [low - width / 5, high - width / 5], ArrowRight: [low + width / 5, high + width / 5],
     '+': [low + width / 4, high - width / 4], '-': [low - width / 2, high + width / 2],
   };
-  if (event.key === '0') window.Plotly.relayout(canvas, {'xaxis.autorange': true});
+  if (event.key === 'Enter' && enter) enter();
+  else if (event.key === '0') window.Plotly.relayout(canvas, {'xaxis.autorange': true});
   else if (ranges[event.key]) window.Plotly.relayout(canvas, {'xaxis.range': ranges[event.key]});
   else return;
   event.preventDefault();
@@ -180,6 +186,7 @@ const lanes = async (figure, step, begin = 0, end = 1) => {
   if (begin === 0 && end === 1) figure.dataset.whole = found.seconds;
   if (figure.dataset.bound) return;
   figure.dataset.bound = '1';
+  keys(canvas);
   canvas.on('plotly_relayout', change => {
     const whole = Number(figure.dataset.whole);
     const [low, high] = change['xaxis.range'] || [change['xaxis.range[0]'], change['xaxis.range[1]']];
@@ -197,6 +204,13 @@ for (const figure of all('.lanes-plot')) {
     guarded(one => lanes(one, link.dataset.step), figure);
   });
 }
+
+// ---- numbers of tokens, where nothing hovers ----
+
+addEventListener('click', event => {
+  const token = event.target.closest('.text span[title]');
+  document.getElementById('tip').textContent = token ? token.title : '';
+});
 
 // ---- news: one stream for each page, closed while it is hidden ----
 
