@@ -261,10 +261,10 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     async def events(request: Request, run: Text = "") -> Response:
         if run:
             await asyncio.to_thread(runs.get, run)
-        kind, headers = "text/event-stream", {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         if request.method == "HEAD":
-            return Response(media_type=kind, headers=headers)
-        return StreamingResponse(news.of(run), media_type=kind, headers=headers)
+            return Response(headers=headers, media_type="text/event-stream")
+        return StreamingResponse(news.of(run), headers=headers, media_type="text/event-stream")
 
     @app.get("/curves.json")
     def curves(run: Names, metric: Names, x: Axis = "step", smooth: Whole = 0, since: float = -1.0) -> Response:

@@ -9,7 +9,6 @@ import time
 import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,7 @@ class RunsFolder:
         self.root = root.resolve()
         self._lock = threading.Lock()
         self._runs: dict[str, FollowedRun] = {}
-        self._links: dict[Path, tuple[FileState, list[Path]]] = {}
+        self._links: dict[str, tuple[FileState, list[Path]]] = {}
         self._listed: tuple[float, int, dict[str, Path]] = (0.0, 0, {})
 
     def paths(self) -> Mapping[str, Path]:
@@ -194,10 +193,10 @@ class RunsFolder:
 
     def _leads_out(self, run: Path) -> str:
         """Return the first link below a run that leads out of the folder; "": there is none."""
-        for folder in (run / name for name in FOLDERS):
+        for folder in (f"{run}/{name}" for name in FOLDERS):
             state, known = file_state(folder), self._links.get(folder)
             if known is None or known[0] != state:
-                links = [Path(e.path) for e in os.scandir(folder) if e.is_symlink()] if folder.is_dir() else []
+                links = [Path(e.path) for e in os.scandir(folder) if e.is_symlink()] if os.path.isdir(folder) else []
                 known = self._links[folder] = state, links
             for link in known[1]:  # where one leads may change without a change of its folder
                 if not link.resolve().is_relative_to(self.root):
@@ -243,7 +242,7 @@ class News:
         if name not in self._tasks or self._tasks[name].done():
             self._tasks[name] = asyncio.create_task(self._read(name))
         try:
-            while (event := await _next(queue)) is not None:
+            while (event := await queue.get()) is not None:
                 yield event
         finally:
             self._pages[name].discard(queue)
@@ -272,9 +271,13 @@ class News:
 
     async def _follow(self, name: str) -> None:
         before: Any = None
+        sent = time.monotonic()
         while True:
             mark, event, took = await asyncio.to_thread(self._timed_look, name, before)
-            for queue in self._pages[name] if mark != before else ():
+            if mark == before:
+                event = b": ping\n\n" if time.monotonic() - sent > PING else b""
+            for queue in self._pages[name] if event else ():
+                sent = time.monotonic()
                 if queue.qsize() < WAITING:  # a page that does not read misses what it would read again anyway
                     queue.put_nowait(event)
             before = mark
@@ -300,9 +303,17 @@ class News:
         run = self._runs.get(name)
         with run.lock:
             look, table = run.look(), run.table
-        doing, state = asdict(look.doing), look.state
+        state = look.state
         since = None if look.silent is None or not look.running else look.silent // SLOWLY
-        mark = (table.version, doing, since, state["state"], len(look.recoveries), len(look.warnings), look.message)
+        mark = (
+            table.version,
+            look.doing,
+            since,
+            state["state"],
+            len(look.recoveries),
+            len(look.warnings),
+            look.message,
+        )
         if isinstance(before, tuple) and mark == before[:-1]:
             return before, b""
         last = int(table.column("step")[-1]) if len(table) else 0
@@ -325,15 +336,6 @@ class News:
             due = time.monotonic() + max(TILES, RARELY * (time.thread_time() - began))
         self._parts[name] = due, known | parts
         return parts
-
-
-async def _next(queue: asyncio.Queue[bytes | None]) -> bytes | None:
-    """Return the next news of a page, or a comment after ``PING`` seconds."""
-    try:
-        async with asyncio.timeout(PING):
-            return await queue.get()
-    except TimeoutError:
-        return b": ping\n\n"
 
 
 def _event(news: Record) -> bytes:
