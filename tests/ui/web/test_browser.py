@@ -148,7 +148,23 @@ def test_the_keyboard_is_enough(browser, folder):
         low, high = canvas.evaluate("one => one.layout.xaxis.range")
         page.keyboard.press("0")
         until(page, "document.querySelector('figure.plotted .canvas').layout.xaxis.autorange")
-        assert high - low < canvas.evaluate("one => one.layout.xaxis.range[1] - one.layout.xaxis.range[0]")
+        whole = "one => one.layout.xaxis.range[1] - one.layout.xaxis.range[0]"
+        assert high - low < canvas.evaluate(whole)
+        before = canvas.evaluate(whole)
+        page.keyboard.press("Control++")  # as the browser itself zooms
+        assert canvas.evaluate(whole) == before
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/trajectories?steps=16")
+
+
+def test_a_touch_on_a_token_shows_its_number(browser, folder):
+    with served(folder) as address, tab(browser, has_touch=True, viewport={"width": 390, "height": 800}) as page:
+        page.goto(address + "runs/agents/group?step=1&group=7")
+        token = page.locator(".text span[title]").first
+        token.tap()
+        assert page.inner_text("#tip") == token.get_attribute("title")
+        page.locator("h2").tap()
+        assert page.inner_text("#tip") == ""
 
 
 def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser, folder):
@@ -178,6 +194,9 @@ def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, folder)
             page.evaluate(
                 "Plotly.relayout(document.querySelector('.lanes-plot .canvas'), {'xaxis.range': [0.5, 0.75]})"
             )
+        page.locator(".lanes-plot .canvas").focus()
+        with page.expect_request(lambda request: "lanes.json" in request.url and "begin=0.45" in request.url):
+            page.keyboard.press("ArrowLeft")
 
 
 def test_a_token_by_the_printed_address(browser, folder):

@@ -172,6 +172,8 @@ def _match(path: Path, wanted: Wanted, chosen: pc.Expression, most: int) -> Matc
     try:
         file = _stored(path, state := file_state(path))
         groups = [group for group in range(len(file.starts) - 1) if file.may_have(group, wanted.ranges)]
+        if not groups:
+            return Matches(0, None, "")
         places = file.rows_of(groups)
         if wanted.text:
             places = places[np.unpackbits(_saying(path, state, tuple(groups), wanted.text), count=len(places)) > 0]
