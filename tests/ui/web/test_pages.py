@@ -14,6 +14,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing
+from pathlib import Path
 from unittest.mock import Mock
 from urllib.parse import quote
 
@@ -1140,6 +1141,16 @@ def test_a_reader_that_fails_is_logged_with_its_run_and_pages_ask_again(folder, 
         broken.undo()
         with httpx.stream("GET", f"{server.address}events?run=ranks", timeout=patience(20)) as stream:
             assert "event: news" in stream.iter_lines()
+
+
+# ---- the pictures ----
+
+
+def test_each_of_the_six_views_has_a_picture_that_the_docs_show():
+    docs = Path(__file__).parents[3] / "docs"
+    shown = set(re.findall(r"\.\./(ui-\w+\.png)", (docs / "packages" / "ui.md").read_text()))
+    assert shown == {f"ui-{view}.png" for view in ("runs", "run", "group", "compare", "time", "health")}
+    assert max((docs / name).stat().st_size for name in shown) < 150_000
 
 
 # ---- the command ----
