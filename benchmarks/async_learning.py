@@ -1,7 +1,7 @@
 """What samples that are behind teach: the reward at the end, after equally many samples from one checkpoint.
 
     python benchmarks/async_learning.py [--quick] [--json PATH] [--task TASK] [--seeds 0 1 2]
-                                        [--staleness 1 4 free] [--far]
+                                        [--staleness 1 4 free] [--rate 1] [--far]
 
 Tasks: addition of two digits, whose answers end within a round of the engine, and sorting of 2 to 6 digits (4 to 12
 tokens), where updates come while an answer grows; the reward is the share of right characters. With ``--task
@@ -11,7 +11,8 @@ is fine-tuned once for each task, and every run goes on from there with GRPO: wi
 run's figure is the mean reward of answers drawn for the same held-out prompts after its last step. A row is inside
 where its mean over seeds lies between the least and the greatest seed of staleness 0 with correction. That run has
 another row for each N of ``--staleness``: its figure N steps before its end, where it knows what samples N versions
-behind can tell. What a row of staleness N is below this one, the delay alone does not explain.
+behind can tell. What a row of staleness N is below this one, the delay alone does not explain. ``--rate`` multiplies
+the learning rate of all runs: how far the policy moves in N versions is the product of both.
 
 ``--far``, in place of these: addition with samples that are up to 256 versions behind (Second-Moment Trust Policy
 Optimization, M2PO, is said to learn from such), with the default correction, with M2PO and without any. The engine
@@ -145,8 +146,11 @@ def warm_up(task: str, folder: Path) -> None:
     run_recipe(from_dict(made), name=WARM, reward=right)
 
 
-def learn(case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Make one run; return its figures at its end, then those of so many steps before it."""
+def learn(
+    case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[int] = (), rate: float = 1.0
+) -> list[dict[str, Any]]:
+    """Make one run, with ``rate`` times the learning rate of its task; return its figures at its end, then those of so
+    many steps before it."""
     made = settings(case.task, folder, seed)
     rows = sizes.prompts * sizes.group * (FAR + 1 if case.staleness == FAR else 1)
     made["rollout"] |= {"prompts": sizes.prompts, "group": sizes.group, "max_rows": rows}
@@ -154,6 +158,7 @@ def learn(case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[in
     made["rollout"] |= {"buffer": BUFFER} if case.staleness == "free" else {}
     made |= {"model": {"path": str(folder / f"{WARM}-001")}, "supervised": {"steps": 0}}
     made |= {"policy": {"probe_every": 0}, "guard": {"restarts": 0}}
+    made["optimizer"] = made["optimizer"] | {"lr": rate * made["optimizer"]["lr"]}
     made["algorithm"] = made.get("algorithm", {}) | {
         "steps": sizes.steps, "correction": case.correction
     }  # fmt: skip
@@ -174,6 +179,8 @@ def learn(case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[in
             "reward_of_20_steps": round(statistics.fmean(record["reward/mean"] for record in some[-20:]), 4),
             "reward": round(draw.rewards[steps], 4),
             "versions_behind": mean("staleness/mean"),
+            "chi2_of_answers": mean("mismatch/chi2_seq"),
+            "left_out": mean("correction/rejected"),
         }
         return found | {"of_several_versions": mean("fully_async/partial/partial_ratio")}
 
@@ -206,6 +213,7 @@ def main() -> None:
     parser.add_argument("--task", choices=[*WARM_STEPS, RECIPE])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", nargs="+", default=["1", "4", "free"])
+    parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--far", action="store_true")
     asked = parser.parse_args()
     behind = [int(one) if one.isdecimal() else one for one in (["2"] if asked.quick else asked.staleness)]
@@ -222,7 +230,7 @@ def main() -> None:
             before = [n for n in behind if isinstance(n, int) and 0 < n < sizes.steps]
             for seed in asked.seeds[: 1 if asked.quick else None]:
                 for i, case in enumerate(far(task) if asked.far else cases(task, behind)):
-                    own += learn(case, seed, folder, sizes, [] if i or asked.far else before)
+                    own += learn(case, seed, folder, sizes, [] if i or asked.far else before, asked.rate)
                     write_rows(asked.json, rows + own)
             ends = [row for row in own if row["steps"] == sizes.steps]
             same_work({f"run {i}": {"samples": row["samples"]} for i, row in enumerate(ends)})
