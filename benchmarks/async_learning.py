@@ -11,8 +11,8 @@ is fine-tuned once for each task, and every run goes on from there with GRPO: wi
 run's figure is the mean reward of answers drawn for the same held-out prompts after its last step. A row is inside
 where its mean over seeds lies between the least and the greatest seed of staleness 0 with correction. That run has
 another row for each N of ``--staleness``: its figure N steps before its end, where it knows what samples N versions
-behind can tell. What a row of staleness N is below this one, the delay alone does not explain. ``--rate`` multiplies
-the learning rate of all runs: how far the policy moves in N versions is the product of both.
+behind can tell; the delay alone does not explain a row of staleness N below it. ``--rate`` multiplies the learning
+rate of all runs: how far the policy moves in N versions is the product of both.
 
 ``--far``, in place of these: addition with samples that are up to 256 versions behind (Second-Moment Trust Policy
 Optimization, M2PO, is said to learn from such), with the default correction, with M2PO and without any. The engine
@@ -149,8 +149,8 @@ def warm_up(task: str, folder: Path) -> None:
 def learn(
     case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[int] = (), rate: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Make one run, with ``rate`` times the learning rate of its task; return its figures at its end, then those of so
-    many steps before it."""
+    """Make one run, with ``rate`` times the learning rate of its task; return figures of its end, then for each N in
+    ``before`` those N steps earlier."""
     made = settings(case.task, folder, seed)
     rows = sizes.prompts * sizes.group * (FAR + 1 if case.staleness == FAR else 1)
     made["rollout"] |= {"prompts": sizes.prompts, "group": sizes.group, "max_rows": rows}
