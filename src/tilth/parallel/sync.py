@@ -9,7 +9,7 @@ is lost. Every rank applies the same bytes, the one that sent them too.
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -105,9 +105,10 @@ class Coder:
         change: bool,
     ) -> Sequence[Tensor]:
         """Return the codes of the pieces of each row that are coded, and change them to what these stand for."""
-        parts = [row[where] for row, place in zip(rows, places) for coded, where, _ in place.runs if coded]
-        if not parts:
+        spans = [(row, where) for row, place in zip(rows, places) for coded, where, _ in place.runs if coded]
+        if not spans:
             return [rows[0][:0]] * len(rows)
+        parts = [row[where] for row, where in spans]
         wanted = parts[0] if len(parts) == 1 else torch.cat(parts)
         several = [(piece, owner) for own, owner in zip(pieces, owners) for piece in own if self._codes(piece)]
         lefts = [self._of(self.left, piece).flatten() for piece, _ in several if piece.name in self.left]
@@ -122,7 +123,7 @@ class Coder:
                 self._after.setdefault(piece.name, torch.empty_like(self.left[piece.name]))
                 there = self._of(self._after, piece)
                 there.copy_(own.view(there.shape))
-            torch._foreach_copy_(parts, made.split([len(own) for own in parts]))
+            torch._foreach_copy_(parts, made.split([where.stop - where.start for _, where in spans]))
         return code.split([place.length for place in places])
 
     def _code_of(self, x: Tensor, counts: Sequence[int], randoms: Sequence[Stream]) -> Tensor:
@@ -147,6 +148,7 @@ class Coder:
     ) -> None:
         """Add what codes stand for to rows [n], one after the other: several may be for one row."""
         dtype, parts, wires, counts = rows[0].dtype, list[list[Tensor]](), list[Tensor](), list[int]()
+        sizes = list[int]()
         first = self._length(1, dtype)
         flags = self._from_wire(torch.cat([code[:first] for code in codes]), dtype)
         if flags.device.type != "cpu" or flags.any():  # of other devices nobody waits for an answer
@@ -160,16 +162,16 @@ class Coder:
                 wire, at = code[at : at + span.stop - span.start], at + span.stop - span.start
                 if coded:
                     parts[-1].append(row[where])
+                    sizes.append(where.stop - where.start)
                     wires.append(wire)
                 else:
                     row[where] += self._from_wire(wire, dtype)
         if wires:
             several = zip(pieces, owners, senders)
             randoms = (self._random(one, *who) for own, *who in several for one in own if self._codes(one))
-            made = self._decoded(torch.cat(wires), counts, randoms).to(dtype)
-            sizes = [sum(map(len, own)) for own in parts]
-            for coded_rows, values in zip(parts, made.split(sizes)):
-                torch._foreach_add_(coded_rows, values.split([len(row) for row in coded_rows]))
+            made = iter(self._decoded(torch.cat(wires), counts, randoms).to(dtype).split(sizes))
+            for coded_rows in filter(None, parts):
+                torch._foreach_add_(coded_rows, [*islice(made, len(coded_rows))])
 
     def length(self, pieces: Sequence[GradientPiece], dtype: torch.dtype) -> int:
         """Return the length of the code of a row."""
