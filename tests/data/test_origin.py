@@ -343,7 +343,7 @@ ONE = {"name": "a", "source": "x.jsonl"}
         ({"mixture": [{**ONE, "schedule": {"0": 0.0, "5": 1.0}}]}, "data.mixture.weight"),
         ({"mixture": [{**ONE, "weight": -1.0}]}, "data.mixture.0.weight"),
         ({"mixture": [{**ONE, "schedule": {"5": 1.0}}]}, "data.mixture.0.schedule"),
-        ({"mixture": [{**ONE, "schedule": {"x": 1.0}}]}, "data.mixture.0.schedule"),
+        ({"mixture": [{**ONE, "schedule": {"x": 1.0}}]}, "data.mixture.0.schedule.x"),
         ({"mixture": [{**ONE, "wieght": 1.0}]}, "data.mixture.0.wieght"),
         ({"mixture": [{**ONE, "filter": "none"}]}, "data.mixture.0.filter"),
         ({"mixture": [{**ONE, "at_end": "stay"}]}, "data.mixture.0.at_end"),

@@ -170,6 +170,13 @@ def test_options_that_cannot_be_are_refused(option, value):
 # ---- training ----
 
 
+@pytest.fixture(autouse=True)
+def _undeclared():
+    """Training in this process declares an optimizer, which no other test is to see."""
+    yield
+    forget()
+
+
 def declare():
     forget()
     tilth.optimizer("sgd", state=())(lambda parameters, section: torch.optim.SGD(parameters, lr=section.lr))
