@@ -36,14 +36,14 @@ def stream_id(*path: str | int) -> int:
     """Return a stable id in [0, 2**63) of a path such as ``("init", "model.norm.weight")``; it fits int64."""
     digest = hashlib.blake2b(digest_size=8, person=b"tilth.stream")
     for part in path:
-        digest.update(_encoded(type(part), part))
+        digest.update(_encoded(part))
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def _encoded(kind: type, part: str | int) -> bytes:
-    """Return a part of a path as bytes; kind: of 1 and True, which are equal."""
-    encoded = f"{'i' if issubclass(kind, int) else 's'}{part}".encode()
+@functools.lru_cache(maxsize=1 << 12, typed=True)  # 1 and True are equal, their texts are not
+def _encoded(part: str | int) -> bytes:
+    """Return a part of a path as bytes."""
+    encoded = f"{'i' if isinstance(part, int) else 's'}{part}".encode()
     return len(encoded).to_bytes(8, "little") + encoded
 
 
