@@ -125,10 +125,11 @@ def test_what_cannot_be_exported(run, tmp_path):
 @pytest.mark.parametrize("out", ["s3://bucket/model", "memory://model", "file:///tmp/model"])
 @pytest.mark.parametrize("command", [["export"], ["ckpt", "export"]])
 def test_a_model_is_exported_into_a_local_directory(command, out, tmp_path, monkeypatch):
-    """Nothing is read before: there is no such run."""
+    """Nothing is read before: the folder is no run."""
     monkeypatch.chdir(tmp_path)
-    assert f"{out!r} is a URL" in refused(*command, "nowhere", out)
-    assert not any(tmp_path.iterdir())
+    (tmp_path / "empty").mkdir()
+    assert f"{out!r} is a URL" in refused(*command, "empty", out)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
 @pytest.mark.parametrize("command", [["export"], ["ckpt", "export"]])
