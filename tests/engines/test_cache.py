@@ -79,14 +79,15 @@ def test_copy(to, rows):
     assert torch.equal(contents(mine), wanted)
 
 
-def test_the_store_gives_back_what_it_was_given():
+@pytest.mark.parametrize("slots", [(3, 0, 8), (3, 4, 8)])
+def test_the_store_gives_back_what_it_was_given(slots):
     store = PrefixStore(KVCache(CONFIG, torch.float32, CPU), 4, most=9)
     first, second = slab_of(2, 16), slab_of(2, 16, seed=1)
-    store.save([(0, 3), (1, 0)], first, 1)
-    store.save([(2, 8)], second, 0)
+    store.save([(0, slots[0]), (1, slots[1])], first, 1)
+    store.save([(2, slots[2])], second, 0)
     target = slab_of(3, 16, seed=2)
     rest = contents(target)
-    store.load([3, 0, 8], target, 2)
+    store.load(slots, target, 2)
     got = contents(target)
     assert torch.equal(got[:, 2, :, :8], contents(first)[:, 1, :, :8])
     assert torch.equal(got[:, 2, :, 8:12], contents(second)[:, 0, :, 8:12])

@@ -156,19 +156,24 @@ class PrefixStore:
 
     def save(self, blocks: Sequence[tuple[int, int]], slab: KVCache, row: int) -> None:
         """Copy blocks (index in the sequence, slot) of a row into the store."""
-        if blocks:
-            self._grow(max(slot for _, slot in blocks) + 1)
-        for index, slot in blocks:
-            some = slice(index * self._block_size, (index + 1) * self._block_size)
+        if not blocks:
+            return
+        places, slots = zip(*blocks)
+        self._grow(max(slots) + 1)
+        for slot, index, count, _ in _runs(slots, places):
             for mine, other in self._pairs(slab):
-                mine[slot].copy_(other[row, :, some])
+                mine[slot : slot + count].copy_(self._blocks_of(other[row], index, count))
 
     def load(self, slots: Sequence[int], slab: KVCache, row: int) -> None:
         """Copy the blocks of these slots to the beginning of a row."""
-        for index, slot in enumerate(slots):
-            some = slice(index * self._block_size, (index + 1) * self._block_size)
+        for index, slot, count, _ in _runs(range(len(slots)), slots):
             for mine, other in self._pairs(slab):
-                other[row, :, some].copy_(mine[slot])
+                self._blocks_of(other[row], index, count).copy_(mine[slot : slot + count])
+
+    def _blocks_of(self, tokens: Tensor, index: int, count: int) -> Tensor:
+        """Return blocks of a row [heads, slots, width] as a view, [count, heads, block_size, width]."""
+        size = self._block_size
+        return tokens[:, index * size : (index + count) * size].unflatten(1, (count, size)).transpose(0, 1)
 
     def _pairs(self, slab: KVCache) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self._slab.tensors, slab.tensors))
