@@ -41,11 +41,10 @@ END = 10.0
 """Seconds in which workers end after a controller that was killed."""
 AHEAD = (
     "tilth.launch.workers", "tilth.models.family", "tilth.engines.engine", "tilth.guard.diagnosis", "numpy.random",
-    "torch._dynamo", "torch._inductor.codecache",
+    "torch._inductor.codecache",
 )  # fmt: skip
-"""Modules of the shipped roles, which belong to packages that build on this one, what roles import when they are
-made (torch._dynamo: every optimizer), and what a worker that hangs needs to answer (torch's recorder names frames by
-its compiler's code)."""
+"""Modules of the shipped roles, which belong to packages that build on this one, and what a worker that hangs needs to
+answer (torch's recorder names frames by its compiler's code)."""
 CONTROLLER = ("tilth.launch.life", "tilth.cli.main", "tilth.cli.run", "tilth.ui.live", "tilth.ui.track")
 """Modules of a controller besides."""
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
