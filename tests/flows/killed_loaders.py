@@ -29,20 +29,24 @@ WORKERS = {"cluster": {"backend": "local", "workers": 2}, "policy": {"layout": {
 LAYOUTS = [{"dp": 2}, {"hdp": 4}, {}, {"hdp": 2}, {"dp": 4}]
 """Layouts of the attempts of a run, in turn, where its ranks change."""
 PLUGIN = """
-import functools, json, pathlib
-from tilth.roles.policy import PolicyWorker
+import functools, json, pathlib, sys
 from tilth.trace.spans import current_step
 
-file, sft_step = pathlib.Path(__file__).with_name("consumed.jsonl"), PolicyWorker.sft_step
+file = pathlib.Path(__file__).with_name("consumed.jsonl")
 
-@functools.wraps(sft_step)  # with how the call is split
-def noted(self, batch, **how):
-    found = sft_step(self, batch, **how)
-    with file.open("a") as opened:
-        opened.write(json.dumps({"step": current_step(), "learned": batch["prompt"].tolist()}) + "\\n")
-    return found
+def noted(sft_step):
+    @functools.wraps(sft_step)  # with how the call is split
+    def step(self, batch, **how):
+        found = sft_step(self, batch, **how)
+        with file.open("a") as opened:
+            opened.write(json.dumps({"step": current_step(), "learned": batch["prompt"].tolist()}) + "\\n")
+        return found
 
-PolicyWorker.sft_step = noted
+    return step
+
+if "torch" in sys.modules:  # it is not in loaders, which start in a tenth of the time without
+    from tilth.roles.policy import PolicyWorker
+    PolicyWorker.sft_step = noted(PolicyWorker.sft_step)
 """
 
 
