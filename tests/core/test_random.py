@@ -296,6 +296,7 @@ def test_stream_ids_tell_paths_apart():
         ("s1",),
     ]
     assert len({stream_id(*path) for path in paths}) == len(paths)
+    assert stream_id(1) != stream_id(True)  # equal, but of two names
 
 
 @given(st.lists(st.one_of(st.text(), st.integers()), max_size=4))
