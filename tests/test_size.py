@@ -11,7 +11,7 @@ BUDGETS = {
     "process": (700, 900),
     "sandbox": (1_060, 800),
     "rewards envs tasks": (5_410, 3_900),
-    "cluster": (5_490, 4_500),
+    "cluster": (5_480, 4_500),
     "data": (5_720, 2_600),
     "models": (6_390, 4_200),
     "parallel": (5_160, 3_000),
