@@ -60,6 +60,15 @@ def update(skipped=0.0, **more):
     return found | {name: Metric(*value) for name, value in more.items()}
 
 
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_samples_too_far_behind_are_warned_of_once_for_each_row_of_updates(tmp_path, staleness):
+    log = new_log(tmp_path, rollout={"staleness": staleness})
+    for chi2 in [2.0] * (PATIENCE - 1) + [0.9] + [2.0] * (PATIENCE + 5):
+        log.add_update(update(**{"mismatch/chi2_seq": (chi2, 1, "mean")}))
+        log.flush()
+    assert len(log.directory.warnings) == (staleness > 0)
+
+
 def test_only_updates_of_the_policy_count_and_a_skipped_one_leaves_the_version(tmp_path):
     log = new_log(tmp_path)
     log.add_update({"value/loss": Metric(1.0, 1, "mean")}, policy=False)

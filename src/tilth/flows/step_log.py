@@ -1,5 +1,5 @@
-"""Results of a step: metrics of its updates, its samples, the line that commits it; warnings of jumps, and of steps
-without a learning signal, which can otherwise last for days."""
+"""Results of a step: metrics of its updates, its samples, the line that commits it; warnings of jumps, of samples that
+are too far behind, and of steps without a learning signal, which can otherwise last for days."""
 
 import math
 from collections import deque
@@ -52,7 +52,10 @@ class StepLog:
         """A sampled answer of the newest step."""
         self.learned: Batch | None = None
         """Rows of the running step that the policy is updated with."""
-        self._spikes, self._roles = [SpikeRule(name) for name in WATCHED[recipe.flow_spec.samples]], roles
+        self._roles = roles
+        self._rules: list[SpikeRule | BehindRule] = [SpikeRule(name) for name in WATCHED[recipe.flow_spec.samples]]
+        if recipe.rollout.staleness:
+            self._rules.append(BehindRule(recipe))
         self._aligned = set[str]()
         """Teachers with other tokens that have been asked."""
         self._pending: list[tuple[Mapping[str, Metric], bool]] = []
@@ -86,7 +89,7 @@ class StepLog:
                 r = self.recipe.rollout
                 if not (r.partial or r.staleness):  # tokens of earlier versions differ; probes compare the weights
                     check_mismatch(metrics, self.bounds, self.state.step)
-                for rule in self._spikes:
+                for rule in self._rules:
                     if rule.name in metrics:
                         self._warn(rule.add(float(metrics[rule.name])))
             if policy:
@@ -174,10 +177,35 @@ class SpikeRule:
         )
 
 
+# ---- samples that are too far behind ----
+
+
+class BehindRule:
+    """Updates in a row whose samples tell little of the policy that learns: weights of whole answers would leave less
+    than half of them, 1 / (1 + chi2). How far it has gone meanwhile is the lag times the learning rate."""
+
+    name = "mismatch/chi2_seq"
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._far = recipe, 0
+
+    def add(self, value: float) -> str:
+        """Add the next value; return a warning with the ``PATIENCE``-th update in a row, else ""."""
+        self._far = self._far + 1 if value > 1 else 0
+        if self._far != PATIENCE:
+            return ""
+        r, lr = self._recipe.rollout, self._recipe.optimizer.lr
+        lag = f"rollout.buffer={r.buffer}" if r.staleness == "free" else f"rollout.staleness={r.staleness}"
+        return (
+            f"samples of the last {PATIENCE} updates are so far behind the policy that fewer than half of them count "
+            f"({self.name} is {value:.3g}); try a lower optimizer.lr={lr:g} or a smaller {lag}"
+        )
+
+
 # ---- consecutive steps without a learning signal ----
 
 PATIENCE = 20
-"""Consecutive steps without a learning signal before the warning."""
+"""Consecutive steps without a learning signal, or updates of samples too far behind, before the warning."""
 MANY = 0.5
 """Share of cut answers from which on the warning proposes a larger rollout.max_tokens."""
 
