@@ -114,6 +114,12 @@ def test_version_spans_that_miss_a_chosen_token_or_overlap_are_refused(versions)
         token_versions([trajectory([0, 0]), made, trajectory([0])])
 
 
+def test_version_spans_out_of_order_are_refused_where_no_token_was_chosen():
+    made = Trajectory(3, 0, 0, np.arange(2), np.zeros(2, np.uint8), np.zeros(2), versions=[(1, 5), (0, 6)])
+    with raises(TrajectoryError, "versions"):
+        token_versions([made])
+
+
 @pytest.mark.parametrize("paid", [[(0, 1.0)], [(2, 1.0), (1, 1.0)], [(9, 1.0)], [(1, 1.0), (1, 2.0)]])
 def test_rewards_of_turns_are_at_chosen_tokens_in_order(paid):
     with raises(TrajectoryError, "turn_rewards"):

@@ -296,6 +296,12 @@ def test_a_prompt_is_called_by_its_place():
             """try data.columns.text='"{question}\\n{answer}"', a pattern of columns""",
         ),
         ({"zz": "q", "yy": "a"}, {"text": "w"}, "x.w.missing", """data.columns.text='"{zz}"', a pattern of columns"""),
+        (
+            {"meta": {"zz": "q"}},
+            {"text": "meta.w"},
+            "x in meta.w.missing",
+            """data.columns.text='"{meta.zz}"', a pattern of columns""",
+        ),
         ({"content": "c"}, {}, "x.text.missing", "there is 'content'; try data.columns.text=content"),
         ({"text": 3}, {}, "x.text.type", '"{text}" makes it one'),
         ({"text": "\ud800"}, {}, "x.text.unicode", ""),

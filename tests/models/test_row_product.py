@@ -120,6 +120,19 @@ def test_without_a_compiler_blocks_are_padded_and_one_sentence_says_so(
     assert missing in said and "train.parity" in said and not [*tmp_path.iterdir()]
 
 
+def test_a_user_without_a_home_gets_kernels_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert "home" not in row_product.missing()
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    assert "home" not in row_product.missing()
+
+
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_library": None, "_tried": False, "_build": None}.items():
         monkeypatch.setattr(row_product, name, value)

@@ -175,6 +175,24 @@ def test_codes_of_a_plugin_may_have_a_dtype_for_each_length():
     assert torch.equal(round_trip(Narrow(), row, [4, 16]), row)
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 2, 5])
+def test_rows_that_are_coded_together_have_the_bits_of_rows_alone(monkeypatch, rows_at_once):
+    monkeypatch.setattr("tilth.parallel.sync.BUCKET", rows_at_once * 4 * 12)
+    pieces = [[GradientPiece(f"p{i}", (slice(0, 12),), 12)] for i in range(5)]
+    rows = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    coder = Coder(Dither(bits=4, group=4), 0, GIVEN, feedback=False)
+    coder.names = frozenset(own[0].name for own in pieces)
+    codes = coder.pack(rows.clone(), pieces, range(5))
+    for i, code in enumerate(codes):
+        (alone,) = coder.pack(rows[i : i + 1].clone(), [pieces[i]], [i])
+        assert torch.equal(code, alone)
+    found, apart = torch.zeros(5, 12), torch.zeros(5, 12)
+    coder.unpack(found.unbind(), codes, pieces, range(5), [0] * 5)
+    for i, code in enumerate(codes):
+        coder.unpack([apart[i]], [code], [pieces[i]], [i], [0])
+    assert torch.equal(found, apart)
+
+
 def test_forms_of_codes_are_learned_on_the_device_of_gradients():
     seen = []
 

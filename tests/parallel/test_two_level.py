@@ -105,7 +105,8 @@ def test_rounded_parts_keep_their_mean(pool, size):
 
 
 def variance(x, bits):
-    """Of a rounding at random of x [n] in groups of 128, summed: s^2 f (1 - f), f what x / s has behind its point."""
+    """Return the variance of rounding x [n] at random in groups of 128, summed: s^2 f (1 - f), f what x / s has behind
+    its point."""
     scales = x.view(-1, 128).abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     places = (x.view(-1, 128) / scales).double()
     return float((scales.double() ** 2 * (places - places.floor()) * (places.ceil() - places)).sum())

@@ -30,6 +30,6 @@ def test_the_order_of_the_published_table(made):
     rows = {row["mode"]: row for row in made.scale("7B", 64, **SIZE)}
     order = ["sync", "one-step", "4-step", "free", "free+repack"]
     speeds = [rows[name]["tokens_per_second"] for name in order]
-    assert speeds == sorted(speeds) and rows["sync"]["laminar_speedup"] > 2
+    assert speeds == sorted(speeds) and speeds[-1] > 2 * speeds[0]
     assert rows["free+repack"]["kv_use_share"] > rows["free"]["kv_use_share"]
     assert rows["free"]["weight_wait_seconds"] < (1 - made.WAIT) * rows["one-step"]["weight_wait_seconds"]

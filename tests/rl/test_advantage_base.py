@@ -1,6 +1,7 @@
 """Every estimator with every kind of option: loops in float64, order of rows, names of groups, padding, two workers."""
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -565,6 +566,13 @@ def test_the_controller_is_told_of_missing_counts():
     for name in ("opo", "gdpo", "reinforce_pp_baseline"):
         with raises(RecipeError, "counts"):
             rl.estimate_rows(name, **given)
+
+
+def test_an_estimator_with_moments_of_the_batch_whitens_unless_it_says_otherwise():
+    class Declared(Advantage):
+        scope: ClassVar[str] = "global moments"
+
+    assert Declared().whitens and not entry_of("reinforce_pp", {"whiten": False}).whitens
 
 
 def test_scopes():

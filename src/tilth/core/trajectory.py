@@ -132,10 +132,13 @@ def token_versions(trajectories: Sequence[Trajectory]) -> np.ndarray:
     rows, first, version = np.array(spans, np.int64).reshape(-1, 3).T
     known, counts = version != unknown, np.diff(first, append=ends[-1])
     good = (counts >= 0) & ~((counts == 0) & known & np.append(known[1:], False))  # the next one is of the same row
-    mask = np.concatenate([t.mask for t in trajectories]) if len(trajectories) else np.zeros(0, np.uint8)
-    found = np.where(mask != 0, np.repeat(version, np.where(good, counts, 0)) if good.all() else unknown, 0)
-    if (wrong := np.flatnonzero(found == unknown)).size:
-        t = trajectories[int(np.searchsorted(ends, wrong[0], "right") - 1 if good.all() else rows[~good][0])]
+    bad = rows[~good]
+    if not len(bad):
+        mask = np.concatenate([t.mask for t in trajectories]) if len(trajectories) else np.zeros(0, np.uint8)
+        found = np.where(mask != 0, np.repeat(version, counts), 0)
+        bad = np.searchsorted(ends, np.flatnonzero(found == unknown), "right") - 1
+    if len(bad):
+        t = trajectories[int(bad[0])]
         message = f"trajectory {t.id}: spans of versions {t.versions} do not cover each chosen token once"
         raise TrajectoryError(message, key="versions")
     return found.astype(np.int32)

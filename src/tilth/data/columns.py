@@ -418,16 +418,17 @@ def _column_hint(record: Mapping[str, Any], role: str, name: str, inside: str) -
     typed = [(role, near) for near in difflib.get_close_matches(name, names, 1, 0.75)]
     roles = ("prompt", "messages") if role == "prompt" else (role,)
     usual = [(key, near) for key in roles for near in SYNONYMS.get(key, ()) if near in names]
-    key, near = next(iter([*typed, *usual]), (role, _pattern_hint(names) if role == "text" else "NAME"))
+    key, near = next(iter([*typed, *usual]), (role, _pattern_hint(names, inside) if role == "text" else "NAME"))
+    place = "" if key == "text" and near not in names else inside  # which a pattern has in its braces
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-    return f"there is {listed}; try {key if '.' in key else f'data.columns.{key}'}={inside}{near}"
+    return f"there is {listed}; try {key if '.' in key else f'data.columns.{key}'}={place}{near}"
 
 
-def _pattern_hint(names: Sequence[str]) -> str:
-    """Pattern of the columns that look like a prompt and its answer, or of the first column."""
+def _pattern_hint(names: Sequence[str], inside: str) -> str:
+    """Return a pattern of the columns that look like a prompt and its answer, or of the first column."""
     usual = [next((n for n in (role, *SYNONYMS[role]) if n in names), "") for role in ("prompt", "answer")]
-    pattern = "\\n".join(f"{{{name}}}" for name in filter(None, usual))
-    return f"'\"{pattern or f'{{{names[0]}}}'}\"', a pattern of columns"
+    pattern = "\\n".join(f"{{{inside}{name}}}" for name in filter(None, usual))
+    return f"'\"{pattern or f'{{{inside}{names[0]}}}'}\"', a pattern of columns"
 
 
 def _in_pattern(value: Any, where: str, name: str) -> str:

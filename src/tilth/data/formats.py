@@ -41,6 +41,8 @@ _SCAN: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # t
 _LINE_ENDS = ("\n", "\r\n", "")
 _LONGEST = 4096
 """Most characters of a path."""
+_DAMAGE = EOFError, zlib.error, lzma.LZMAError, pa.ArrowInvalid
+"""Errors of content that is cut off or changed."""
 
 
 def source_files(source: str) -> list[Path]:
@@ -73,8 +75,13 @@ def tried_records(source: str) -> Iterator[Tried]:
         try:
             yield from _reader(path)(path)
         except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
-            damaged = "" if isinstance(error, OSError) and error.strerror else "; write or copy it again, it is damaged"
+            damaged = "; write or copy it again, it is damaged" if _is_damage(error) else ""
             raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}{damaged}", key=path.name) from None
+
+
+def _is_damage(error: Exception) -> bool:
+    """True if the content is at fault; pyarrow and gzip raise OSError for it, without a number of the system's."""
+    return isinstance(error, _DAMAGE) or (isinstance(error, OSError) and error.errno is None)
 
 
 def is_source(source: str) -> bool:

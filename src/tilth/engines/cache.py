@@ -166,9 +166,9 @@ class PrefixStore:
 
     def load(self, slots: Sequence[int], slab: KVCache, row: int) -> None:
         """Copy the blocks of these slots to the beginning of a row."""
-        for index, slot, count, _ in _runs(range(len(slots)), slots):
+        for index, slot, count, step in _runs(range(len(slots)), slots):
             for mine, other in self._pairs(slab):
-                self._blocks_of(other[row], index, count).copy_(mine[slot : slot + count])
+                self._blocks_of(other[row], index, count).copy_(mine[slot : slot + 1 + step * (count - 1)])
 
     def _blocks_of(self, tokens: Tensor, index: int, count: int) -> Tensor:
         """Return blocks of a row [heads, slots, width] as a view, [count, heads, block_size, width]."""

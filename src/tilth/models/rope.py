@@ -26,7 +26,7 @@ def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
     return plain, 1.0
 
 
-def _powers(base: float | Tensor, dim: int) -> Tensor:
+def _powers(base: float, dim: int) -> Tensor:
     """Return powers of the base by pair of dimensions, on the CPU: models are made on the meta device, for which
     ``arange`` imports torch.compile."""
     return base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)

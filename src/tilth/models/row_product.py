@@ -171,8 +171,9 @@ def _library_file() -> tuple[Path, list[str]]:
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", *FLAGS[capability]]
     compiler, source = os.environ.get("CXX", "c++"), b"".join(path.read_bytes() for path in SOURCES)
     digest = f"{zlib.crc32(source + ' '.join([compiler, *flags]).encode()):08x}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
-    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache) / f"tilth_row_product_{digest}.so"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # the text as it is without a home
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
+    built = root / f"tilth_row_product_{digest}.so"
     words = shlex.split(compiler)  # CXX="ccache g++"
     if not built.exists() and not (words and shutil.which(words[0])):
         raise FileNotFoundError(f"there is no C++ compiler {compiler}: install g++, or set CXX")

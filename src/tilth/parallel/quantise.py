@@ -118,7 +118,7 @@ def transform(parts: Sequence[Tensor], factor: float) -> None:
         kernels.hadamard(where.ctypes.data, len(parts), factor, torch.get_num_threads())
         return
     blocks = [part[: len(part) // BLOCK * BLOCK] for part in parts]
-    x = torch.cat(blocks)
+    x = torch.cat(blocks).float()
     for apart in (1 << i for i in range(BLOCK.bit_length() - 1)):
         a, b = x.view(-1, 2, apart).unbind(1)
         x = torch.stack([a + b, a - b], 1)
@@ -147,7 +147,7 @@ def table(
     return found
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=256)
 def _offsets(counts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
     """Return ``table`` of tensors at address 0."""
     sizes = np.array([counts, lengths], np.int64)

@@ -21,7 +21,6 @@ from tilth.models.converters import Converter, converted
 from tilth.models.decoder import Decoder, drops
 from tilth.models.hf import check_tensors
 from tilth.models.inputs import ModelInput
-from tilth.models.rope import Rope
 from tilth.models.unread import block, shapes
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.comm import is_dtensor, is_fsdp
@@ -107,7 +106,6 @@ def shard(
     how: dict[str, Any] = {"sp": sp, "zero": zero, "cp_style": cp_style, "engine": engine, "device": device}
     parts = [Division(made(), grid, stages, part, **how) for part in stages.parts(grid.coordinate("pp"))]
     for part in parts:
-        part.model.rope = Rope(part.model.config)
         part.divide()
         _allocate(part.model, device)
     for part, theirs in zip(parts, base.parts if base else ()):

@@ -6,7 +6,7 @@ keeps E' = s + E - D. So over steps the sums of what was applied, of all e and o
 is lost. Every rank applies the same bytes, the one that sent them too.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby, islice
@@ -22,7 +22,7 @@ from tilth.core.random import Stream, stream
 from tilth.parallel.comm import Group, all_gather, all_to_all, reduce_scatter
 from tilth.parallel.compress import Batched, Compressor
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reducer import End, GradientPiece, GradientReducer, Pieces, split
+from tilth.parallel.reducer import BUCKET, End, GradientPiece, GradientReducer, Pieces, split
 from tilth.plan.layout import copied_along, is_coded
 from tilth.plan.rules import Table, rule_of
 
@@ -48,7 +48,13 @@ class CodedRuns(NamedTuple):
     counts: Sequence[int]
     """Elements of each piece that is coded."""
     length: int
-    """Of all codes."""
+    """Length of all codes."""
+
+
+def _few(row: Tensor, count: int) -> Iterator[slice]:
+    """Yield slices of rows that are coded at once, of ``BUCKET`` bytes: fewer calls, and little memory beside them."""
+    several = max(1, BUCKET // max(row.nbytes, 1))
+    return (slice(at, at + several) for at in range(0, count, several))
 
 
 class Coder:
@@ -62,8 +68,10 @@ class Coder:
         multiplied by its delta."""
         self.compressor, self.seed, self.way, self.feedback = compressor, seed, way, feedback
         self._shrinks = shrinks and feedback and compressor.unbiased
-        self.names, self.device = frozenset[str](), torch.device("cpu")
-        """Parameters whose pieces are compressed, others travel as they are; where they are."""
+        self.names = frozenset[str]()
+        """Parameters whose pieces are compressed; others travel as they are."""
+        self.device = torch.device("cpu")
+        """Where parameters are."""
         self.left, self._after = dict[str, Tensor](), dict[str, Tensor]()
         """What earlier steps left out of a tensor, or of this rank's piece of it; after this step, if it is learned."""
         self.step = 0
@@ -89,7 +97,9 @@ class Coder:
         for. change: False leaves them, without feedback."""
         places = [self._places(own, rows.dtype) for own in pieces]
         flags = self._to_wire(rows.sum(1) * 0).split(self._length(1, rows.dtype))
-        codes, found = self._encoded(rows, places, pieces, owners, sender, change), list[Tensor]()
+        codes, found = list[Tensor](), list[Tensor]()
+        for some in _few(rows[0], len(rows)):
+            codes += self._encoded(rows[some], places[some], pieces[some], owners[some], sender, change)
         for row, place, flag, code in zip(rows, places, flags, codes):
             wire = [code[span] if coded else self._to_wire(row[where]) for coded, where, span in place.runs]
             found.append(torch.cat([flag, *wire]))
@@ -147,6 +157,17 @@ class Coder:
         senders: Sequence[int],
     ) -> None:
         """Add what codes stand for to rows [n], one after the other: several may be for one row."""
+        for some in _few(rows[0], len(rows)):
+            self._unpack(rows[some], codes[some], pieces[some], owners[some], senders[some])
+
+    def _unpack(
+        self,
+        rows: Sequence[Tensor],
+        codes: Sequence[Tensor],
+        pieces: Pieces,
+        owners: Sequence[int],
+        senders: Sequence[int],
+    ) -> None:
         dtype, parts, wires, counts = rows[0].dtype, list[list[Tensor]](), list[Tensor](), list[int]()
         sizes = list[int]()
         first = self._length(1, dtype)

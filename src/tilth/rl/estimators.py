@@ -128,7 +128,7 @@ class Advantage(Entry):
     @property
     def whitens(self) -> bool:
         """True if advantages are shifted and scaled by moments of the whole batch."""
-        return False
+        return self.scope == "global moments"
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return advantages and, if the estimator has them, returns."""
@@ -429,10 +429,6 @@ class _Whitened(Advantage):
     @property
     def scope(self) -> Scope:
         return "global moments" if self.whiten else "token-local"
-
-    @property
-    def whitens(self) -> bool:
-        return self.whiten
 
     def finish(self, tokens: Tokens, advantages: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
         """Values of the tokens that count -> [total]; whitens the advantages, never the returns."""

@@ -25,7 +25,7 @@ from tilth.parallel.sharded import ShardedModel, buckets, squares_of
 from tilth.parallel.zero import UpdateShards
 from tilth.plan.layout import is_by_experts
 from tilth.plan.rules import ENCODERS, Table, rule_of
-from tilth.training.optimizers import AdamW, EagerOptimizer, Squares, decay_groups
+from tilth.training.optimizers import EagerAdamW, EagerOptimizer, Squares, decay_groups
 
 NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
 """Iterations, and coefficients of the quintic polynomial, of Muon (Jordan et al., 2024), as torch has them."""
@@ -201,7 +201,7 @@ class Optimizers:
 
     def _adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         groups = decay_groups(parameters, self.table, self.section.weight_decay)
-        return AdamW(groups, lr=self.section.lr, betas=self.section.betas, fused=True)
+        return EagerAdamW(groups, lr=self.section.lr, betas=self.section.betas, fused=True)
 
     def _kinds(self, name: str) -> tuple[str, ...]:
         """Return the kinds of state of a parameter."""

@@ -11,13 +11,13 @@ from tilth.plan.rules import Table, rule_of
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """Torch's optimizer without what it does for torch.compile when it is made: to import all of it, half the modules
-    of a run and a second. Steps are never compiled."""
+    """Torch's optimizer without its hooks for torch.compile, whose import takes a second and half the modules of a run.
+    Steps are never compiled."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
-class AdamW(EagerOptimizer, torch.optim.AdamW):
+class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
     """Torch's AdamW, whose step does not import torch.compile either."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
