@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.errors import raises
 from tests.flows import tiny
+from tilth.core.errors import RecipeError
 from tilth.launch import compilation
-from tilth.launch.compilation import COLD, KEY, SAVED, CompileCost, cached, choose, measured_seconds, possible
+from tilth.launch.compilation import COLD, SAVED, CompileCost, cached, choose, measured_seconds, possible, to_record
 from tilth.models.family import new_config
 from tilth.runs.readers import read_state
 
@@ -65,13 +67,24 @@ def test_what_this_machine_cannot_compile_is_eager_with_one_sentence(tmp_path, m
     asked = tiny.recipe(tmp_path, train={"compile": True}, rollout={"compile": True})
     monkeypatch.setattr(compilation.shutil, "which", str)
     monkeypatch.setattr(compilation, "triton_missing", str)
-    assert possible(asked, device) == (asked, [])
+    assert possible(asked, device, {}) == (asked, [])
     monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
     monkeypatch.setattr(compilation, "triton_missing", lambda: "no Triton")
-    made, (said,) = possible(asked, device)
+    made, (said,) = possible(asked, device, {})
     assert (made.train.compile, made.rollout.compile) == rest and "train.compile" in said
     far = tiny.recipe(tmp_path, train={"compile": True}, cluster={"backend": "ray", "address": "10.0.0.1:6379"})
-    assert possible(far, device) == (far, [])
+    assert possible(far, device, {}) == (far, [])
+    with raises(RecipeError, "train.compile.missing"):
+        possible(asked, device, {"train": True})
+
+
+def test_a_run_that_began_eager_stays_so_where_there_is_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation.shutil, "which", str)
+    asked = tiny.recipe(tmp_path, train={"compile": True}, rollout={"compile": True})
+    made, (said,) = possible(asked, "cpu", {"train": False, "rollout": True})
+    assert not made.train.compile and made.rollout.compile and "train.compile = true: eager: as this run began" in said
+    assert to_record(asked, made) == {"compile": False, "compile_rollout": True}
+    assert to_record(tiny.recipe(tmp_path), tiny.recipe(tmp_path)) == {}
 
 
 def test_a_run_without_a_compiler_says_so_once_and_is_eager(tmp_path, monkeypatch):
@@ -80,12 +93,16 @@ def test_a_run_without_a_compiler_says_so_once_and_is_eager(tmp_path, monkeypatc
     asked = tiny.recipe(tmp_path, train=train, supervised={"steps": 1}, algorithm={"steps": 0})
     seen = tiny.Recorder()
     result = tiny.run(asked, callbacks=[seen])
-    assert read_state(result.directory)["state"] == "finished"
+    state = read_state(result.directory)
+    assert (state["state"], state["compile"]) == ("finished", False)
     assert len([text for text in seen.messages if "train.compile = true: eager: " in text]) == 1
 
 
 def test_a_resumed_run_keeps_to_its_decision(tmp_path, monkeypatch):
     assert chosen(tmp_path, 0.0, True, monkeypatch).compiled and not chosen(tmp_path, 1e9, False, monkeypatch).compiled
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
+    with raises(RecipeError, "train.compile.missing"):
+        chosen(tmp_path, 0.0, True, monkeypatch)
 
 
 def test_a_run_says_so_once_and_records_it_and_its_resume_follows(tmp_path, monkeypatch):
@@ -102,9 +119,9 @@ def test_a_run_says_so_once_and_records_it_and_its_resume_follows(tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         tiny.run(asked, callbacks=[stopping])
     (folder,) = [path for path in tmp_path.iterdir() if path.name != ".cache"]
-    assert read_state(folder)[KEY] is False
+    assert read_state(folder)["compile"] is False
     said = [text for text in stopping.messages if text.startswith("train.compile = auto: eager: ")]
     assert len(said) == 1
     tiny.run(asked)
-    assert seen == [None, False] and read_state(folder)[KEY] is False
+    assert seen == [None, False] and read_state(folder)["compile"] is False
     assert json.loads((folder / "run.json").read_text())["state"] == "finished"

@@ -136,15 +136,15 @@ def build(
     cluster: Cluster,
     earlier: Path | None = None,
     warn: Callable[[str], None] = lambda text: None,
-    compiled: bool | None = None,
+    compiled: Mapping[str, bool] | None = None,
 ) -> RunParts:
     """Check data, tokenizer, shape and memory, then make the roles on the workers.
 
     Raises the errors of the data and of all checks, and ``PlanError`` for a sequence longer than its ranks hold.
 
     pool: None if nothing is generated. earlier: model folder of the run to resume, with its tokenizer. warn: called
-    before anything is allocated if memory may run out. compiled: what the run to resume has decided of
-    ``train.compile = "auto"``.
+    before anything is allocated if memory may run out. compiled: section -> whether the run to resume began with
+    compiled passes.
     """
     loaded = load_beginning(recipe) if recipe.model.path else None
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
@@ -180,6 +180,9 @@ def build(
             "model.path has a chat template, but data.template is empty: prompts and answers are joined as they stand; "
             "data.template=model writes conversations"
         )
+    compiled = compiled or {}
+    recipe, eager = possible(recipe, resolved(recipe).train.device, compiled)
+    data.notes += eager
     planned = partial(
         plan_run,
         shape=config,
@@ -194,11 +197,9 @@ def build(
         warn(text)
     recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(data.train)))
     if recipe.train.compile == "auto":
-        choice = choose(resolved(recipe), config, plan, compiled)
+        choice = choose(resolved(recipe), config, plan, compiled.get("train"))
         recipe = recipe.replaced("train", compile=choice.compiled)
         data.notes.append(f"train.compile = auto: {choice.why}")
-    recipe, eager = possible(recipe, resolved(recipe).train.device)
-    data.notes += eager
     if missing := _kernels_missing(recipe, generates=generates):
         data.notes.append(missing)
     if pool is None and is_unscored(recipe):

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from tilth.cluster.backends.capacity import cores
 from tilth.config.checks import learners
 from tilth.config.schema import Recipe
 from tilth.core.device import triton_missing
-from tilth.core.errors import StorageError
+from tilth.core.errors import RecipeError, StorageError
 from tilth.core.files import make_folder, writing
 from tilth.flows.callbacks import Callback, RunView
 from tilth.models.config import DecoderConfig
@@ -33,8 +34,8 @@ COLD = 55.0
 """Seconds that compiling takes where nothing is known of it (docs/benchmarks.md: 13 to 55 on a CPU)."""
 SAVED = 0.1
 """Share of the seconds of training that compiled passes save: the median of six measured ratios is 1.11."""
-KEY = "compile"
-"""Field of run.json: True or False, once a run has decided."""
+KEYS = {"train": "compile", "rollout": "compile_rollout"}
+"""Section whose passes are asked to be compiled -> field of run.json, True or False: what a run began with."""
 
 
 class CompileChoice(NamedTuple):
@@ -47,6 +48,7 @@ class CompileChoice(NamedTuple):
 def choose(recipe: Recipe, config: DecoderConfig, plan: RunPlan, known: bool | None) -> CompileChoice:
     """Decide for a run whose device is resolved. known: what the run has decided before, if it goes on."""
     if known is not None:
+        _check_compiler("train", known, _missing(recipe.train.device))
         return CompileChoice(known, f"{_does(known)}, as this run began")
     if reason := _impossible(recipe):
         return CompileChoice(False, f"eager: {reason}")
@@ -75,18 +77,39 @@ def _impossible(recipe: Recipe) -> str:
     return _missing(recipe.train.device)
 
 
-def possible(recipe: Recipe, device: str) -> tuple[Recipe, list[str]]:
-    """Return a recipe without compiled passes that this machine cannot make, and why. device: of its workers.
+def possible(recipe: Recipe, device: str, known: Mapping[str, bool]) -> tuple[Recipe, list[str]]:
+    """Return a recipe without compiled passes that this machine cannot make, or that the run began without, and why.
 
-    A GPU generates by CUDA graphs, which need no compiler.
+    device: of its workers; known: section -> what the run began with, if it goes on. A GPU generates by CUDA graphs,
+    which need no compiler. RecipeError: the run began with compiled passes, which have other bits than eager ones.
     """
-    sections = ("train",) if device.startswith("cuda") else ("train", "rollout")
-    asked = [section for section in sections if getattr(recipe, section).compile is True]
-    if not asked or on_many_machines(recipe) or not (missing := _missing(device)):
-        return recipe, []
-    for section in asked:
-        recipe = recipe.replaced(section, compile=False)
-    return recipe, [f"{' and '.join(f'{section}.compile' for section in asked)} = true: eager: {missing}"]
+    missing, why = "" if on_many_machines(recipe) else _missing(device), dict[str, list[str]]()
+    for section in ("train",) if device.startswith("cuda") else KEYS:
+        began = known.get(section)
+        if getattr(recipe, section).compile is not True:
+            continue
+        _check_compiler(section, began, missing)
+        if missing or began is False:
+            recipe = recipe.replaced(section, compile=False)
+            why.setdefault(missing or "as this run began", []).append(f"{section}.compile")
+    return recipe, [f"{' and '.join(keys)} = true: eager: {reason}" for reason, keys in why.items()]
+
+
+def _check_compiler(section: str, began: bool | None, missing: str) -> None:
+    """Raise RecipeError if a run began with compiled passes, and goes on where they cannot be compiled."""
+    if began and missing:
+        message = f"{section}.compile: this run began with compiled passes, and eager ones have other bits: {missing}"
+        raise RecipeError(message, key=f"{section}.compile.missing")
+
+
+def began_with(state: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what a run began with, by section, from its run.json."""
+    return {section: state[key] for section, key in KEYS.items() if key in state}
+
+
+def to_record(asked: Recipe, made: Recipe) -> dict[str, bool]:
+    """Return the fields of run.json. asked: the recipe as it is given; made: with what was decided."""
+    return {key: getattr(made, section).compile for section, key in KEYS.items() if getattr(asked, section).compile}
 
 
 def _missing(device: str) -> str:

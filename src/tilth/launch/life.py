@@ -48,7 +48,7 @@ from tilth.guard.snapshots import Snapshots
 from tilth.launch.balance_costs import CostFits
 from tilth.launch.build import Dataset, RunParts, build
 from tilth.launch.checks import check_algorithm, in_scripts, replaced, unused
-from tilth.launch.compilation import KEY, CompileCost
+from tilth.launch.compilation import CompileCost, began_with, to_record
 from tilth.launch.health import RunHealth
 from tilth.launch.hot_update import HotUpdates, leave_for_updated
 from tilth.launch.loader_plans import LoaderPlans
@@ -173,7 +173,7 @@ def launch(
                 handed.enter(directory.path)
             for text in warned:
                 directory.log(text)
-            directory.update(data=data, **({KEY: parts.recipe.train.compile} if recipe.train.compile == "auto" else {}))
+            directory.update(data=data, **to_record(recipe, parts.recipe))
             run = _train(parts, cluster, directory, callbacks, fallback=fallback, handed=handed)
             finished()
             directory.end("finished")
@@ -453,9 +453,9 @@ def _earlier(who: Identity, name: str) -> Path | None:
     return folder / MODEL_FOLDER if folder and latest(checkpoints_of(folder)) else None
 
 
-def _compiled(run: Path | None) -> bool | None:
-    """Return what the run to resume or to repeat has decided of ``train.compile = "auto"``; None if there is none."""
-    return read_state(run).get(KEY) if run else None
+def _compiled(run: Path | None) -> dict[str, bool]:
+    """Return which passes of the run to resume or to repeat were compiled, by section."""
+    return began_with(read_state(run)) if run else {}
 
 
 def _cluster(recipe: Recipe, handed: Inherited | None) -> Cluster:
