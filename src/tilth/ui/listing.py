@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,9 @@ def rows_of(folder: Path) -> list[Row]:
     runs = [folder] if (folder / "run.json").is_file() else [path.parent for path in folder.glob("*/run.json")]
     rows = []
     for run, row in zip(runs, map(row_of, runs)):
-        state = read_state(run) if row["state"] == "running" else {}
+        state = Row()
+        with suppress(TilthError):  # it may be gone meanwhile
+            state = read_state(run) if row["state"] == "running" else state
         age = age_of(run, [file_state(run / name) for name in SIGNS], state)
         rows.append(row | {"age": round(age, 1)})
     return sorted(rows, key=lambda row: (row["age"], row["run"]))

@@ -144,12 +144,12 @@ class KeptFiles:
     """Values read of a run's files, until these are written or replaced."""
 
     def __init__(self, run: Path) -> None:
-        self._run = run
+        self._run, self._text = run, str(run)
         self._known: dict[str, tuple[FileState, Any]] = {}
 
     def of(self, name: str, read: Callable[[Path], T]) -> T:
-        """Return ``read(run)``, which reads this file."""
-        path = f"{self._run}/{name}"  # joining paths takes a tenth of a look
+        """Return ``read(run)``, which reads this file, of the run or with a path of its own."""
+        path = os.path.join(self._text, name)  # of Path objects it takes a tenth of a look
         settle(path)
         state, known = file_state(path), self._known.get(name)  # before it is read: it may grow meanwhile
         if known is None or known[0] != state:

@@ -163,3 +163,15 @@ def test_groups_of_rows_are_left_out_by_what_their_statistics_say(tmp_path, monk
     assert [row["id"] for row in search(tmp_path, Wanted((1, 1), reward=(0.7, None))).rows] == [7]
     assert search(tmp_path, Wanted((1, 1), finish="nowhere")).total == 0
     assert {group for groups in read for group in groups} == {2, 3}
+
+
+def test_a_column_that_cannot_be_kept_drops_none_that_are(monkeypatch):
+    monkeypatch.setattr(searching, "KEPT", 100)
+    monkeypatch.setattr(searching, "RESTS", -1.0)  # all rest at once
+    kept, some = searching.KeptColumns(), pa.chunked_array([pa.array([0] * 10, pa.int64())])
+    for _ in range(2):
+        kept.put("a", some)  # of 80 bytes, kept once
+    kept.put("b", pa.chunked_array([pa.array([0] * 20, pa.int64())]))
+    assert kept.get("a") is some and kept.get("b") is None
+    kept.put("c", some)
+    assert kept.get("a") is None and kept.get("c") is some

@@ -29,7 +29,7 @@ READERS = 4
 """Most files that a search reads at the same time, each on a core."""
 FILES = 256
 """Files whose metadata are kept, and searches of a file for a text whose places are."""
-KEPT = 96 << 20
+KEPT = 64 << 20
 """Bytes of columns that are kept for the next search; a column goes for another one ``RESTS`` seconds after its use, so
 that a run that does not fit has what fits."""
 RESTS = 30.0
@@ -171,7 +171,8 @@ def _match(path: Path, wanted: Wanted, chosen: pc.Expression, most: int) -> Matc
     """Return the rows of a file that match, of which the first ``most`` are kept."""
     try:
         file = _stored(path, state := file_state(path))
-        groups = [group for group in range(len(file.starts) - 1) if file.may_have(group, wanted.ranges)]
+        ranges = wanted.ranges
+        groups = [group for group in range(len(file.starts) - 1) if file.may_have(group, ranges)]
         if not groups:
             return Matches(0, None, "")
         places = file.rows_of(groups)
@@ -211,10 +212,14 @@ class KeptColumns:
 
     def put(self, key: Any, column: pa.ChunkedArray) -> None:
         """Keep a column, if there is room or others have not been used lately."""
+        if column.nbytes > KEPT:
+            return
         with self._lock:
+            self._columns.pop(key, None)
             now, nbytes = time.monotonic(), column.nbytes + sum(one[1] for one in self._columns.values())
             for old in [key for key, (used, _, _) in self._columns.items() if now - used > RESTS]:
-                nbytes -= self._columns.pop(old)[1] if nbytes > KEPT else 0
+                if nbytes > KEPT:
+                    nbytes -= self._columns.pop(old)[1]
             if nbytes <= KEPT:
                 self._columns[key] = now, column.nbytes, column
 

@@ -74,11 +74,17 @@ class RunList:
     def page(self, words: str, state: str, tag: str, page: int) -> Row:
         """Return the rows that match, the newest first, of this page or the last, and how many are still to be read."""
         late, rows, unread = time.monotonic() + PATIENT, [], []
-        found = [(name, path, written(path)) for name, path in self._runs.paths().items()]
+        paths = self._runs.paths()
+        for kept in (self._rows, self._health):
+            for name in [*kept.keys() - paths.keys()]:
+                kept.pop(name, None)
+        found = [(name, path, written(path)) for name, path in paths.items()]
         for name, path, files in sorted(found, key=lambda one: -newest_write(one[2][: len(SIGNS)])):
             row = self._row(name, path, files, time.monotonic() > late)
-            running = self._rows[name][1] if name in self._rows else {}
-            if running and name not in self._health:
+            _, running, _ = self._rows.get(name, ((), Row(), Row()))
+            if not running:
+                self._health.pop(name, None)
+            elif name not in self._health:
                 self._health[name] = KeptFiles(path)
             rows.append(row | {"age": age_of(path, files[: len(SIGNS)], running, self._health.get(name))})
             unread += [(name, path)] if row["state"] == "reading" else []
