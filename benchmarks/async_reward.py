@@ -62,7 +62,7 @@ def reach(name: str, seed: int, folder: Path, reward: float, pace: dict[str, flo
     made["rollout"] |= {"pool": "rollout", "prompts": PROMPTS, "group": GROUP, "max_rows": PROMPTS * GROUP // REPLICAS}
     made["rollout"] |= {"engine": "slowed", "options": pace, "staleness": staleness}
     made["rollout"] |= {"buffer": BUFFER} if staleness == "free" else {}
-    made |= {"model": {"path": str(folder / TASK / f"{WARM}-001")}, "supervised": {"steps": 0}}
+    made |= {"model": {"path": str(folder / f"{WARM}-001")}, "supervised": {"steps": 0}}
     made |= {"optimizer": OPTIMIZER, "policy": {"probe_every": 0}, "guard": {"restarts": 0}}
     made |= {"algorithm": {"steps": MOST, "advantage": "grpo_no_std"}}
     made |= {"cluster": {"backend": "local", "pools": {"train": 1, "rollout": REPLICAS}}}

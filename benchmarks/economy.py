@@ -35,7 +35,6 @@ The figures are of this model alone; --quick: a smaller one, fewer steps and row
 """
 
 import json
-import os
 import re
 import statistics
 import time
@@ -53,6 +52,7 @@ from network_ring import TokenBucket, wait_until
 from trial import JoinedRole
 
 import tilth
+from tilth.cluster.backends.capacity import cores
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.cluster.protocol import transfer
 from tilth.config.open_sets import COMPRESSORS, WEIGHT_CODES
@@ -331,11 +331,11 @@ def alone(found: dict[str, Any], exact: dict[str, Any], ranks: int) -> list[dict
     ):
         rows.append({"row": f"{found['row']}: {what}", "seconds": own, "exact": base, "times": base / own})
         print(f"  {what:28} {1e3 * base:8.1f} ms of exact, {1e3 * own:8.1f} ms: {base / own:6.2f} times, not of a step")
-    (link, _), cores = [(row["exact"], row["seconds"]) for row in rows], len(os.sched_getaffinity(0))
-    computing = exact["processor"] * ranks / cores
+    (link, _), several = [(row["exact"], row["seconds"]) for row in rows], cores()
+    computing = exact["processor"] * ranks / several
     most = (computing + link[0]) / max(computing, link[1])
-    rows.append({"row": f"{found['row']}: at most", "computing": computing, "cores": cores, "times": most})
-    print(f"  {'at most':28} {1e3 * computing:8.1f} ms of computing on {cores} cores: {most:6.2f} times", flush=True)
+    rows.append({"row": f"{found['row']}: at most", "computing": computing, "cores": several, "times": most})
+    print(f"  {'at most':28} {1e3 * computing:8.1f} ms of computing on {several} cores: {most:6.2f} times", flush=True)
     return rows
 
 

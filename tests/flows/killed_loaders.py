@@ -99,7 +99,9 @@ class Kill(tiny.Recorder):
             return
         workers = [run.policy._dispatch.backend.probe(rank).pid for rank in range(run.recipe.cluster.workers)]
         if what == "loader":
+            until = time.monotonic() + 60
             while not (here := [one for pid in workers for one in loaders_here(pid, recursive=True)]):
+                assert time.monotonic() < until, "no loader began within a minute"
                 time.sleep(0.05)  # the one that was killed before is not here again
             victim = random.choice(here).pid
         else:
