@@ -42,9 +42,9 @@ def chosen_reward(recipe: Recipe, prompts: object = None, given: Spec | None = N
 
 def has_function(recipe: Recipe) -> bool:
     """Return True if a reward function of the recipe, or its task's, scores answers, in a role of its own."""
-    if recipe.rollout.environment or recipe.reward.function:
-        return not recipe.rollout.environment
-    return bool(task_name(recipe)) and not (recipe.reward.model or recipe.grades)
+    if recipe.flow_spec.value or recipe.rollout.environment:
+        return False
+    return bool(recipe.reward.function or (task_name(recipe) and not (recipe.reward.model or recipe.grades)))
 
 
 def is_unscored(recipe: Recipe) -> bool:

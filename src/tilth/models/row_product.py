@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 
 import torch
 from torch import Tensor
@@ -171,7 +171,8 @@ def _library_file() -> tuple[Path, list[str]]:
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", *FLAGS[capability]]
     compiler, source = os.environ.get("CXX", "c++"), b"".join(path.read_bytes() for path in SOURCES)
     digest = f"{zlib.crc32(source + ' '.join([compiler, *flags]).encode()):08x}"
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # the text as it is without a home
+    home = os.path.expanduser("~")  # "~" for a user without one
+    cache = os.environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home != "~" else gettempdir())
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
     built = root / f"tilth_row_product_{digest}.so"
     words = shlex.split(compiler)  # CXX="ccache g++"
