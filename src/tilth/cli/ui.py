@@ -16,6 +16,7 @@ NEEDED = ("fastapi", "uvicorn", "plotly")
 
 def serve(options: UiCommand) -> None:
     """Serve the page until a signal, and open it in a browser where there is one. PluginError: the extra is missing."""
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own keeps 80 MB of what searches took
     try:
         import plotly  # noqa: F401  (imported when the first chart is asked for)
 
