@@ -157,17 +157,10 @@ class Coder:
         senders: Sequence[int],
     ) -> None:
         """Add what codes stand for to rows [n], one after the other: several may be for one row."""
-        for some in _few(rows[0], len(rows)):
-            self._unpack(rows[some], codes[some], pieces[some], owners[some], senders[some])
-
-    def _unpack(
-        self,
-        rows: Sequence[Tensor],
-        codes: Sequence[Tensor],
-        pieces: Pieces,
-        owners: Sequence[int],
-        senders: Sequence[int],
-    ) -> None:
+        if len(several := [*_few(rows[0], len(rows))]) > 1:
+            for some in several:
+                self.unpack(rows[some], codes[some], pieces[some], owners[some], senders[some])
+            return
         dtype, parts, wires, counts = rows[0].dtype, list[list[Tensor]](), list[Tensor](), list[int]()
         sizes = list[int]()
         first = self._length(1, dtype)
@@ -188,8 +181,8 @@ class Coder:
                 else:
                     row[where] += self._from_wire(wire, dtype)
         if wires:
-            several = zip(pieces, owners, senders)
-            randoms = (self._random(one, *who) for own, *who in several for one in own if self._codes(one))
+            named = zip(pieces, owners, senders)
+            randoms = (self._random(one, *who) for own, *who in named for one in own if self._codes(one))
             made = iter(self._decoded(torch.cat(wires), counts, randoms).to(dtype).split(sizes))
             for coded_rows in filter(None, parts):
                 torch._foreach_add_(coded_rows, [*islice(made, len(coded_rows))])
