@@ -1,7 +1,7 @@
 """What samples that are behind teach: the reward at the end, after equally many samples from one checkpoint.
 
     python benchmarks/async_learning.py [--quick] [--json PATH] [--task TASK] [--seeds 0 1 2]
-                                        [--staleness 1 4 free] [--rate 1] [--far]
+                                        [--staleness 1 4 free] [--rate 1] [--momentum 0.95] [--far]
 
 Tasks: addition of two digits, whose answers end within a round of the engine, and sorting of 2 to 6 digits (4 to 12
 tokens), where updates come while an answer grows; the reward is the share of right characters. With ``--task
@@ -12,7 +12,8 @@ run's figure is the mean reward of answers drawn for the same held-out prompts a
 where its mean over seeds lies between the least and the greatest seed of staleness 0 with correction. That run has
 another row for each N of ``--staleness``: its figure N steps before its end, where it knows what samples N versions
 behind can tell; the delay alone does not explain a row of staleness N below it. ``--rate`` multiplies the learning
-rate of all runs: how far the policy moves in N versions is the product of both.
+rate of all runs: how far the policy moves in N versions is the product of both. ``--momentum``: that of Muon in all
+runs; gradients of samples behind add up as momentum does, so less of it is right (Mitliagkas et al. 2016, 1605.09774).
 
 ``--far``, in place of these: addition with samples that are up to 256 versions behind (Second-Moment Trust Policy
 Optimization, M2PO, is said to learn from such), with the default correction, with M2PO and without any. The engine
@@ -147,10 +148,11 @@ def warm_up(task: str, folder: Path) -> None:
 
 
 def learn(
-    case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[int] = (), rate: float = 1.0
-) -> list[dict[str, Any]]:
-    """Make one run, with ``rate`` times the learning rate of its task; return figures of its end, then for each N in
-    ``before`` those N steps earlier."""
+    case: Case, seed: int, folder: Path, sizes: Sizes, before: Sequence[int] = (), rate: float = 1.0,
+    momentum: float = 0.95,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Make one run, with ``rate`` times the learning rate of its task and this momentum if it uses Muon; return figures
+    of its end, then for each N in ``before`` those N steps earlier."""
     made = settings(case.task, folder, seed)
     rows = sizes.prompts * sizes.group * (FAR + 1 if case.staleness == FAR else 1)
     made["rollout"] |= {"prompts": sizes.prompts, "group": sizes.group, "max_rows": rows}
@@ -158,7 +160,7 @@ def learn(
     made["rollout"] |= {"buffer": BUFFER} if case.staleness == "free" else {}
     made |= {"model": {"path": str(folder / f"{WARM}-001")}, "supervised": {"steps": 0}}
     made |= {"policy": {"probe_every": 0}, "guard": {"restarts": 0}}
-    made["optimizer"] = made["optimizer"] | {"lr": rate * made["optimizer"]["lr"]}
+    made["optimizer"] = made["optimizer"] | {"lr": rate * made["optimizer"]["lr"], "muon_momentum": momentum}
     made["algorithm"] = made.get("algorithm", {}) | {
         "steps": sizes.steps, "correction": case.correction
     }  # fmt: skip
@@ -214,6 +216,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", nargs="+", default=["1", "4", "free"])
     parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--momentum", type=float, default=0.95)
     parser.add_argument("--far", action="store_true")
     asked = parser.parse_args()
     behind = [int(one) if one.isdecimal() else one for one in (["2"] if asked.quick else asked.staleness)]
@@ -230,7 +233,8 @@ def main() -> None:
             before = [n for n in behind if isinstance(n, int) and 0 < n < sizes.steps]
             for seed in asked.seeds[: 1 if asked.quick else None]:
                 for i, case in enumerate(far(task) if asked.far else cases(task, behind)):
-                    own += learn(case, seed, folder, sizes, [] if i or asked.far else before, asked.rate)
+                    earlier = [] if i or asked.far else before
+                    own += learn(case, seed, folder, sizes, earlier, asked.rate, asked.momentum)
                     write_rows(asked.json, rows + own)
             ends = [row for row in own if row["steps"] == sizes.steps]
             same_work({f"run {i}": {"samples": row["samples"]} for i, row in enumerate(ends)})

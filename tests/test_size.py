@@ -14,7 +14,7 @@ BUDGETS = {
     "cluster": (5_480, 4_500),
     "data": (5_720, 2_600),
     "models": (6_400, 4_200),
-    "parallel": (5_180, 3_000),
+    "parallel": (5_170, 3_000),
     "checkpoint": (4_170, 3_600),
     "training": (2_410, 1_700),
     "engines rollout": (8_210, 5_700),

@@ -170,6 +170,16 @@ def test_a_run_of_a_version_without_a_key_says_so_and_goes_on_if_the_key_is_allo
     assert passed_over(who(tmp_path, **muon), "demo") == []
 
 
+def test_a_run_of_a_version_without_a_momentum_goes_on_with_that_of_then(tmp_path):
+    muon = {"optimizer": {"name": "muon"}}
+    path = begun(tmp_path, run={"name": "demo-001"}, **muon)
+    recipe = (path / "recipe.toml").read_text()
+    (path / "recipe.toml").write_text(recipe.replace("muon_momentum = 0.95\n", ""))
+    assert find(who(tmp_path, **muon), "demo") == path
+    muon["optimizer"]["muon_momentum"] = 0.8
+    assert find(who(tmp_path, **muon), "demo") is None
+
+
 def test_a_version_that_dumps_a_recipe_lacks_none_of_its_keys(tmp_path):
     pools = {"cluster": {"backend": "local", "workers": 2, "pools": {"a": 1, "b": 1}}, "optimizer": {"name": "muon"}}
     for recipe in (tiny.recipe(tmp_path), tiny.recipe(tmp_path, **pools)):

@@ -84,14 +84,14 @@ def test_biases_of_experts_do_not_decay_though_they_are_stacked():
     assert torch.allclose(names[f"{expert}.weight"], torch.tensor(1 - 0.01 * 0.1))
 
 
-def test_muon_takes_the_block_matrices_and_adamw_the_rest():
+@pytest.mark.parametrize("momentum", [0.95, 0.8])
+def test_muon_takes_the_block_matrices_and_adamw_the_rest(momentum):
     ours, theirs = Toy(), Toy()
-    optimizers = Optimizers(
-        ours.names(), OptimizerConfig(name="muon", lr=0.01, muon_lr_ratio=3.0, muon_precision="bf16"), TABLE
-    )
+    options = {"muon_lr_ratio": 3.0, "muon_precision": "bf16", "muon_momentum": momentum}
+    optimizers = Optimizers(ours.names(), OptimizerConfig(name="muon", lr=0.01, **options), TABLE)
     block = theirs.layers[0].mlp.up_proj.weight
     rest = [p for p in theirs.parameters() if p is not block]
-    muon = torch.optim.Muon([block], lr=0.03, weight_decay=0.0)
+    muon = torch.optim.Muon([block], lr=0.03, weight_decay=0.0, momentum=momentum)
     adamw = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
     for s in range(5):
         fill_grads(ours, s)

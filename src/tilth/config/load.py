@@ -279,6 +279,7 @@ _UNUSED: Mapping[str, Callable[[Recipe], bool]] = {
     "rollout.engine": lambda r: r.rollout.engine == "native",
     "optimizer.plateau_steps": lambda r: r.optimizer.schedule != "plateau",
     "optimizer.ramp_steps": lambda r: r.guard.batch != "scale",
+    "optimizer.muon_momentum": lambda r: r.optimizer.name != "muon" or r.optimizer.muon_momentum == 0.95,
     "optimizer.muon_precision": lambda r: r.optimizer.name != "muon",
     "policy.comm.local": lambda r: r.policy.comm.local == "none",
     "policy.comm.every": lambda r: r.policy.comm.local == "none",

@@ -96,7 +96,7 @@ class Muon(MatrixOptimizer):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sharded: Shards, section: OptimizerSection) -> None:
         self.lr_ratio, self.bf16 = section.muon_lr_ratio, section.muon_precision == "bf16"
-        super().__init__(parameters, sharded, section, momentum=0.95)  # torch's momentum
+        super().__init__(parameters, sharded, section, momentum=section.muon_momentum)
 
     def part(self, p: nn.Parameter) -> Tensor:
         """Return this rank's part of the gradient with Nesterov momentum, as in torch's Muon."""
