@@ -194,11 +194,13 @@ class BehindRule:
         self._far = self._far + 1 if value > 1 else 0
         if self._far != PATIENCE:
             return ""
-        r, lr = self._recipe.rollout, self._recipe.optimizer.lr
+        r, o = self._recipe.rollout, self._recipe.optimizer
+        momentum = f"optimizer.muon_momentum={o.muon_momentum:g} or " if o.name == "muon" else ""
         lag = f"rollout.buffer={r.buffer}" if r.staleness == "free" else f"rollout.staleness={r.staleness}"
         return (
             f"samples of the last {PATIENCE} updates are so far behind the policy that fewer than half of them count "
-            f"({self.name} is {value:.3g}); try a lower optimizer.lr={lr:g} or a smaller {lag}"
+            f"({self.name} is {value:.3g}); try a lower {momentum}optimizer.lr={o.lr:g}, or a smaller "
+            f"{lag}"
         )
 
 
