@@ -26,8 +26,9 @@ from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.checksum import checksum
 from tilth.core.device import runs_triton
+from tilth.engines import engine as engine_module
 from tilth.engines import sampling
-from tilth.engines.request import SamplingParams
+from tilth.engines.request import Request, SamplingParams
 from tilth.flows.weight_sync import DEFAULT_MISMATCH
 from tilth.models import logprobs as heads
 from tilth.models.config import DecoderConfig
@@ -171,6 +172,69 @@ def test_gradients_of_samples_of_a_prompt_are_those_of_a_cpu_in_float64(dtype, s
     rel = 1e-5 if dtype == torch.float32 else 2e-2
     assert norms[0].loss == pytest.approx(norms[1].loss, rel=rel)
     assert norms[0].grad_norm == pytest.approx(norms[1].grad_norm, rel=10 * rel)
+
+
+LONG = SamplingParams(max_tokens=14)
+
+
+def long_requests(count=8):
+    """Prompts of one to three pages, some shared by samples, some that begin like others."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100, n) for n in (250, 512, 600, 17)]
+    prompts.append(np.append(prompts[2][:530], rng.integers(0, 100, 9)))
+    return [Request(i, prompts[i % 5], replace(LONG, temperature=i % 2), group=i) for i in range(count)]
+
+
+def distances(found, wanted):
+    """Share of equal answers, and the greatest difference of log-probs in them."""
+    alike = [np.array_equal(a.tokens, b.tokens) for a, b in zip(found, wanted, strict=True)]
+    apart = [np.abs(a.logprobs - b.logprobs).max() for a, b, same in zip(found, wanted, alike) if same]
+    return np.mean(alike), max(apart)
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=SLOW)], ids=["eager", "graphs"])
+@pytest.mark.parametrize("windows", [False, pytest.param(True, marks=SLOW)], ids=["full", "windows"])
+def test_pages_give_what_slots_give(monkeypatch, compile, windows):
+    """With sequences that end, are preempted and share the beginnings of others."""
+    config = replace(GROUPED, sliding_window=40, window_layers=(1,)) if windows else GROUPED
+    model, said = make_model(replace(config, max_positions=1024), dtype=torch.bfloat16).to(CUDA), []
+    options = {"compile": compile, "max_length": 1024, "max_rows": 6}
+    for paged in (True, False):
+        if not paged:
+            monkeypatch.setattr(engine_module, "pages_serve", lambda *_: False)
+        engine = make_engine(model, device=CUDA, kv_tokens=2816 if paged else 0, **options)
+        said.append(engine.generate(long_requests()))
+        counts = engine.stats()
+        assert engine._paged == paged and (counts.preemptions > 0) == paged and counts.cached_tokens > 0
+    alike, apart = distances(*said)
+    assert alike > 0.8 and apart <= APART[torch.bfloat16]
+    if "tests.gpu_free.device" in sys.modules:  # both kernels are one there
+        assert alike == 1 and apart == 0
+
+
+def test_a_sequence_goes_on_in_another_engine_with_its_kv():
+    """From pages to pages, and from the slots of a CPU; nothing but its newest token is computed."""
+    model = make_model(GROUPED, dtype=torch.bfloat16)
+    requests = [replace(r, params=SamplingParams(max_tokens=16, temperature=0.0)) for r in long_requests(1)]
+    wanted = make_engine(copy.deepcopy(model).to(CUDA), device=CUDA, max_length=512).generate(requests)
+    for source in ("cuda", "cpu"):
+        first, second = (
+            make_engine(copy.deepcopy(model).to(where), device=where, max_length=512) for where in (source, "cuda")
+        )
+        first.submit(requests)
+        for _ in range(8):
+            first.poll()
+        begun, kv = first.export(requests[0].id)
+        assert kv.tokens.size == len(begun.tokens) - 1 and begun.completion_length > 3 and not first.pending
+        second.resume(begun, requests[0].params, kv=kv)
+        found = []
+        while second.pending:
+            found += second.poll()
+        assert second.stats().prefilled_tokens == 1
+        tokens, mask = rows_of(found)
+        apart = np.abs(packed_logprobs(second.model, tokens, mask, max_tokens=512) - found[0].logprobs)[mask == 1]
+        assert apart.max() <= APART[torch.bfloat16]
+        assert source == "cpu" or found[0].tokens.tolist() == wanted[0].tokens.tolist()
 
 
 @SLOW

@@ -156,6 +156,44 @@ def test_later_prompts_copy_what_earlier_ones_computed():
     assert engine.stats().cached_tokens == 4 * 32
 
 
+def test_a_sequence_goes_on_in_another_engine_with_its_kv():
+    """Whatever blocks it has; what the other has of its beginning stays."""
+    for request in REQUESTS[:4]:
+        first, second = make_engine(MODEL), make_engine(MODEL, block_size=8)
+        first.submit([request])
+        while not first.running:
+            first.poll()
+        begun, kv = first.export(request.id)
+        assert not first.pending and len(kv.tokens) == len(begun.tokens) - 1
+        if begun.finish == "aborted":
+            second.generate([Request(99, request.prompt, SamplingParams(max_tokens=1))])
+            before = second.stats().prefilled_tokens
+            second.resume(begun, request.params, kv=kv)
+            check([finish(second)[request.id]], [request])
+            assert second.stats().prefilled_tokens == before + 1
+
+
+def test_kv_of_other_shapes_or_weights_is_refused():
+    first, second = make_engine(MODEL), make_engine(MODEL)
+    first.submit(REQUESTS[:2])
+    assert first.export(REQUESTS[1].id)[1] is None  # it has no row
+    first.poll()
+    first.poll()
+    begun, kv = first.export(REQUESTS[0].id)
+    with raises(DataError, "kv.shape"):
+        second.resume(begun, REQUESTS[0].params, kv=kv._replace(tensors=kv.tensors[1:]))
+    second.update_weights(MODEL.named_parameters(), version=2)
+    with raises(DataError, "kv.version"):
+        second.resume(begun, REQUESTS[0].params, kv=kv)
+    assert not second.pending
+    stale = make_engine(MODEL)
+    stale.submit(REQUESTS[:1])
+    stale.poll()
+    stale.poll()
+    stale.update_weights(MODEL.named_parameters(), version=2, keep_kv=True)
+    assert stale.export(REQUESTS[0].id)[1] is None
+
+
 def test_an_aborted_answer_resumes_from_the_cache():
     engine = make_engine(MODEL)
     request = Request(0, np.arange(30), SamplingParams(max_tokens=60))

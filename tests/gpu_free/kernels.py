@@ -123,15 +123,53 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
     return torch.ops.pretended.attention(q, k, v, attn_mask, is_causal, scale)
 
 
-def varlen_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, scale=None, enable_gqa=False):
+@torch.library.custom_op("pretended::paged_attention", mutates_args=())
+def _paged_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, pages: torch.Tensor,
+    lengths: torch.Tensor, left: int, causal: bool, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    out, size, group = torch.empty_like(q), keys.shape[1], q.shape[1] // keys.shape[2]
+    for row, (begin, end, length) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), lengths.tolist())):
+        held = pages[row, : -(-length // size)].long()
+        k, v = (x[held].flatten(0, 1)[:length].transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))
+        behind = torch.arange(length - end + begin, length)[:, None] - torch.arange(length)
+        seen = behind >= 0 if causal else torch.ones(behind.shape, dtype=torch.bool)
+        seen = seen & (behind <= left) if left >= 0 else seen
+        out[begin:end] = (_weights(q[begin:end].transpose(0, 1), k, seen, False, scale) @ v.double()).transpose(0, 1)
+    return out
+
+
+def paged_attention(q, k, v, ends, longest, window_size, scale, lengths, pages):
+    if any(x.dtype != torch.int32 or not isinstance(x, DeviceTensor) for x in (*ends, lengths, pages)):
+        fault("paged attention: lengths or pages are not int32 on the device")
+    if k.shape != v.shape or k.shape[1] % 256:
+        fault(f"paged attention: pages of {tuple(k.shape)}; they have a multiple of 256 tokens")
+    if (*lengths.shape, *(len(x) - 1 for x in ends)) != (len(pages),) * 3 or longest[1] > pages.shape[1] * k.shape[1]:
+        fault("paged attention: rows of lengths and pages differ, or the longest has too few pages")
+    left, right = window_size
+    if right and longest[0] > 1:
+        fault("paged attention: queries see keys behind them")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return torch.ops.pretended.paged_attention(q, k, v, ends[0], pages, lengths, left, not right, scale)
+
+
+def varlen_attention(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, scale=None, enable_gqa=False, seqused_k=None,
+    block_table=None, num_splits=None,
+):  # fmt: skip
     if q.dtype not in (torch.bfloat16, torch.float16):
         fault(f"varlen attention of {q.dtype}")
     if any(ends.dtype != torch.int32 or not isinstance(ends, DeviceTensor) for ends in (cu_seq_q, cu_seq_k)):
         fault("varlen attention: lengths are not int32 on the device")
     if q.shape[-1] % 8 or q.shape[-1] > 256 or not (q.shape[-1] == k.shape[-1] == v.shape[-1]):
         fault(f"varlen attention of widths {[x.shape[-1] for x in (q, k, v)]}")
-    if not enable_gqa and q.shape[1] != k.shape[1]:
+    if not enable_gqa and q.shape[1] != k.shape[-2]:
         fault("varlen attention: heads differ")
+    if block_table is not None:
+        if num_splits != 1:
+            fault("varlen attention over pages: torch 2.13 joins several splits wrongly")
+        ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
+        return paged_attention(q, k, v, ends, longest, window_size, scale, seqused_k, block_table)
     lengths = [ends._inner.diff() for ends in (cu_seq_q, cu_seq_k)]
     if [(int(own.sum()), int(own.max())) for own in lengths] != [(len(q), max_q), (len(k), max_k)]:
         fault("varlen attention: lengths do not cover the tokens")

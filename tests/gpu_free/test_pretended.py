@@ -30,6 +30,7 @@ from tilth.checkpoint import Commit, Saver, begin_save, open_checkpoint, snapsho
 from tilth.core.device import to_device, to_host
 from tilth.engines import runner, sampling
 from tilth.engines.cache import KVCache
+from tilth.engines.pages import PagedRows, PagePool
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.runner import Graphs
 from tilth.models.activations import HostActivations
@@ -205,6 +206,33 @@ def test_a_capture_of_a_cache_laid_out_anew_is_seen(monkeypatch):
 
     monkeypatch.setattr(KVCache, "layout", unnoticed)
     assert same_as_a_cpu() < 0.9
+
+
+def across_pages():
+    """Log-probs of answers that go on in a second page, for which the pool grows after the first graph."""
+    params, model = replace(GREEDY, max_tokens=20), make_model(shape(1), dtype=torch.bfloat16)
+    engine = make_engine(model.to(CUDA), device=CUDA, max_length=512, compile=True)
+    prompts = np.random.default_rng(0).integers(0, 11, (3, 250))
+    return np.concatenate([t.logprobs for t in engine.generate([Request(i, p, params) for i, p in enumerate(prompts)])])
+
+
+def test_a_page_that_is_not_in_the_table_is_seen(monkeypatch):
+    right, bind = across_pages(), PagedRows.bind
+    assert np.array_equal(across_pages(), right)
+    monkeypatch.setattr(PagedRows, "bind", lambda self, row, blocks: bind(self, row, blocks[:1]))
+    assert not np.allclose(across_pages(), right, atol=1e-3)
+
+
+def test_a_graph_of_a_pool_that_has_grown_is_seen(monkeypatch):
+    reserve = PagePool.reserve
+
+    def unnoticed(self, blocks):
+        reserve(self, blocks)
+        self.layouts = 1
+
+    monkeypatch.setattr(PagePool, "reserve", unnoticed)
+    with pytest.raises(IndexError):  # it writes behind the pages that there were
+        across_pages()
 
 
 def test_a_copy_that_the_computing_stream_does_not_wait_for_is_seen(monkeypatch):

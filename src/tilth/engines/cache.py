@@ -6,7 +6,7 @@ finite and masked.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilth.core.device import to_device
 from tilth.engines.branches import Branches
+from tilth.engines.pages import PagedRows
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext
@@ -97,6 +98,11 @@ class KVCache:
         """Tensors that the cache keeps of tokens: [rows, heads, capacity, width] each."""
         return [*self.keys, *(() if self.shared else self.values), *self.routing]
 
+    @property
+    def kinds(self) -> list[tuple[int, int, torch.dtype]]:
+        """Heads, width and dtype of each of ``tensors``."""
+        return [(tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in self.tensors]
+
     def layout(self, rows: int, capacity: int, keep_rows: int = 0, keep_tokens: int = 0) -> None:
         """Change the shape; keep the first ``keep_tokens`` of the first ``keep_rows``. Other values are finite."""
         found = [
@@ -113,14 +119,30 @@ class KVCache:
             self.routing = [new]
         self.rows, self.capacity, self.layouts = rows, capacity, self.layouts + 1
 
+    def bind(self, row: int, blocks: Sequence[int]) -> None:
+        """Do nothing: a row has slots of its own, whatever its blocks."""
+
+    def tables(self, rows: int) -> list[np.ndarray]:
+        """Return nothing: see ``PagedRows.tables``."""
+        return []
+
+    def read(self, row: int, start: int, end: int) -> list[Tensor]:
+        """Return copies of what is kept of these tokens: [end - start, heads, width] each, as ``tensors``."""
+        return [tensor[row, :, start:end].transpose(0, 1).contiguous() for tensor in self.tensors]
+
+    def write(self, row: int, start: int, tensors: Sequence[Tensor]) -> None:
+        """Write what ``read`` returns to the tokens of a row from ``start`` on."""
+        for mine, new in zip(self.tensors, tensors):
+            mine[row, :, start : start + len(new)].copy_(new.transpose(0, 1))
+
     def move(self, row: int, slots: np.ndarray, to: int) -> None:
         """Copy tokens of a row from these slots to those from ``to`` on."""
         (index,) = to_device([slots], self._device)
         for tensor in self.tensors:
             tensor[row, :, to : to + len(slots)] = tensor[row, :, index]
 
-    def copy(self, to: Sequence[int], source: "KVCache", rows: Sequence[int], length: int) -> None:
-        """Copy the first ``length`` tokens of ``rows`` of a cache (also this one, if disjoint) to rows ``to``."""
+    def copy(self, to: Sequence[int], source: Any, rows: Sequence[int], length: int) -> None:
+        """Copy the first ``length`` tokens of ``rows`` of such a cache (also this one, if disjoint) to rows ``to``."""
         for there, here, count, step in _runs(to, rows):
             for mine, other in zip(self.tensors, source.tensors):
                 mine[there : there + count, :, :length].copy_(other[here : here + 1 + step * (count - 1), :, :length])
@@ -142,6 +164,10 @@ def _runs(to: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, int, in
         at += count
 
 
+Slab = KVCache | PagedRows
+"""Rows of sequences: with slots of their own, or with pages."""
+
+
 class PrefixStore:
     """Copies of registered blocks by store slot; grows with use."""
 
@@ -154,7 +180,7 @@ class PrefixStore:
         """Bytes held now."""
         return self._slab.nbytes
 
-    def save(self, blocks: Sequence[tuple[int, int]], slab: KVCache, row: int) -> None:
+    def save(self, blocks: Sequence[tuple[int, int]], slab: Slab, row: int) -> None:
         """Copy blocks (index in the sequence, slot) of a row into the store."""
         if not blocks:
             return
@@ -164,7 +190,7 @@ class PrefixStore:
             for mine, other in self._pairs(slab):
                 mine[slot : slot + count].copy_(self._blocks_of(other[row], index, count))
 
-    def load(self, slots: Sequence[int], slab: KVCache, row: int) -> None:
+    def load(self, slots: Sequence[int], slab: Slab, row: int) -> None:
         """Copy the blocks of these slots to the beginning of a row."""
         for index, slot, count, step in _runs(range(len(slots)), slots):
             for mine, other in self._pairs(slab):
@@ -175,7 +201,8 @@ class PrefixStore:
         size = self._block_size
         return tokens[:, index * size : (index + count) * size].unflatten(1, (count, size)).transpose(0, 1)
 
-    def _pairs(self, slab: KVCache) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, slab: Slab) -> list[tuple[Tensor, Tensor]]:
+        assert isinstance(slab, KVCache)  # what has pages has no such store
         return list(zip(self._slab.tensors, slab.tensors))
 
     def _grow(self, rows: int) -> None:
@@ -184,8 +211,8 @@ class PrefixStore:
             self._slab.layout(min(self._most, max(rows, 2 * have)), self._block_size, have, self._block_size)
 
 
-class KeptTail(NamedTuple):
-    """KV of the last tokens of a sequence, behind its full blocks. tokens: all its tokens with KV, int64 [n]."""
+class SequenceKV(NamedTuple):
+    """KV of a sequence from a token on, outside of a cache. tokens: all its tokens with KV, int64 [n]."""
 
     tokens: np.ndarray
     salt: int
@@ -193,24 +220,23 @@ class KeptTail(NamedTuple):
     start: int
     """First token that is kept here."""
     tensors: list[Tensor]
-    """As ``KVCache.tensors``, of one row: [heads, n - start, width] each."""
+    """As ``Slab.read`` of one row: [n - start, heads, width] each."""
 
     @classmethod
-    def of(cls, slab: KVCache, row: int, tokens: np.ndarray, salt: int, start: int) -> "KeptTail":
+    def of(cls, slab: Slab, row: int, tokens: np.ndarray, salt: int, start: int) -> "SequenceKV":
         """Copy the KV of ``tokens[start:]`` from a row."""
-        return cls(tokens, salt, start, [tensor[row, :, start : len(tokens)].clone() for tensor in slab.tensors])
+        return cls(tokens, salt, start, slab.read(row, start, len(tokens)))
 
     def continues(self, tokens: np.ndarray, salt: int, cached: int) -> bool:
-        """True if a sequence begins with these tokens, and what comes before the tail is cached."""
+        """True if a sequence begins with these tokens, and what comes before ``start`` is cached."""
         n = len(self.tokens)
-        if salt != self.salt or cached != self.start:
+        if salt != self.salt or not self.start <= cached < n < len(tokens):
             return False
-        return n < len(tokens) and bool((tokens[:n] == self.tokens).all())
+        return bool((tokens[:n] == self.tokens).all())
 
-    def load(self, slab: KVCache, row: int) -> None:
-        """Copy the tail to its place in a row."""
-        for mine, other in zip(self.tensors, slab.tensors):
-            other[row, :, self.start : len(self.tokens)].copy_(mine)
+    def load(self, slab: Slab, row: int, cached: int) -> None:
+        """Copy what is behind the first ``cached`` tokens to its place in a row."""
+        slab.write(row, cached, [tensor[cached - self.start :] for tensor in self.tensors])
 
 
 class KVCacheView(NamedTuple):

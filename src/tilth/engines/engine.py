@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from tilth.engines.ahead import RunAhead
 from tilth.engines.apart import ApartDrafter
 from tilth.engines.blocks import BlockManager
 from tilth.engines.branches import Branches
-from tilth.engines.cache import KeptTail, KVCache, PrefixStore
+from tilth.engines.cache import KVCache, PrefixStore, SequenceKV, Slab
 from tilth.engines.draft import HOLE, NONE, Draft, Drafts, Speculation, check_said, free_positions, prices, said_by
 from tilth.engines.grammar import Grammars
 from tilth.engines.lanes import LengthBucket, logit_changes
 from tilth.engines.lockstep import LockStep, check_divided, part_of
 from tilth.engines.options import EngineOptions
+from tilth.engines.pages import PagedRows, PagePool, pages_serve
 from tilth.engines.protocol import EngineError, GenerationEngine
 from tilth.engines.request import Progress, Request, SamplingParams, SequenceState, TextScores
 from tilth.engines.runner import Decoded, DecodeStep, Runner, embedded, scored
@@ -39,9 +41,28 @@ from tilth.models.parity import check_parity
 from tilth.models.row_product import prepare
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
-from tilth.plan.kernels import CHOICE_ELEMENTS, PASS, ROWS, limit_for, round_up
+from tilth.plan.kernels import CHOICE_ELEMENTS, KEYS, PAGE, PASS, ROWS, limit_for, round_up
 from tilth.plan.lora import is_adapter
 from tilth.trace.spans import span
+
+
+class _Pass(NamedTuple):
+    """Tokens of the first rows of a lane that one pass computes: T of them."""
+
+    lane: LengthBucket
+    drafts: Drafts
+    given: np.ndarray
+    """int64 [rows, width], the newest token of each row and its draft."""
+    there: np.ndarray
+    """bool [rows, width], where there is a token."""
+    live: np.ndarray
+    """bool [rows], rows with a sequence."""
+    own: np.ndarray
+    """bool [rows], those that are no run-ahead."""
+    row: np.ndarray
+    """int64 [T], row of each token, as its ``place`` in it and ``at``, its position."""
+    place: np.ndarray
+    at: np.ndarray
 
 
 class Engine(GenerationEngine):
@@ -69,8 +90,7 @@ class Engine(GenerationEngine):
         self.device, self.dtype = torch.device(options.device), dtype
         self._has_kernels = self.device.type == "cpu" and dtype == torch.float32
         self.max_length = options.max_length or config.max_positions
-        self._block_size, self.step_tokens = options.block_size, options.step_tokens
-        self.kv_tokens = options.kv_tokens or options.max_rows * round_up(self.max_length, self._block_size)
+        self.step_tokens = options.step_tokens
         self.version = 0
         self.sharded = shard(
             lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(),
@@ -88,6 +108,13 @@ class Engine(GenerationEngine):
             self.model.fuse()
         self._draft, self._drafter, self._branches = options.draft, options.drafter, options.branches
         self._parity, self._routing = parity, options.routing and bool(config.num_experts)
+        plain = not (parity or self._routing or options.draft)
+        plain = plain and not any(name.endswith(".sinks") for name, _ in self.model.named_parameters())
+        self._paged = plain and pages_serve(config, dtype, self.device)
+        self._block_size = PAGE if self._paged else options.block_size
+        kind = self._held, dtype, self.device
+        self._new_dense = partial(KVCache, *kind, routing=self._routing, latent=not parity)
+        self.kv_tokens = options.kv_tokens or options.max_rows * round_up(self.max_length, self._block_size)
         if options.compile and config.num_experts:
             message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
             raise RecipeError(message, key="rollout.compile")
@@ -100,12 +127,11 @@ class Engine(GenerationEngine):
 
     def _forget_all(self) -> None:
         """Reset to the state of a new engine: no requests, no KV."""
-        count = self.kv_tokens // self._block_size
+        count = -(-self.kv_tokens // PAGE) if self._paged else self.kv_tokens // self._block_size
         self._blocks = BlockManager(count, self._block_size, count // 4)
         self._scheduler = Scheduler(self._blocks, self._max_rows)
-        self._lanes: dict[int, LengthBucket] = {}
-        self._store, self._staging = self._new_store(), self._new_slab()
-        self._tails: dict[int, KeptTail] = {}
+        self._new_cache()
+        self._tails: dict[int, SequenceKV] = {}
         self._known: set[int] = set()
         self._speculation: Speculation | None = None
         self._ahead: RunAhead | None = None
@@ -203,11 +229,38 @@ class Engine(GenerationEngine):
         for answer in answers:
             self._enqueue(answer)
 
-    def resume(self, trajectory: Trajectory, params: SamplingParams, adapter: str = "") -> None:
-        """Continue a partial trajectory with its positions and random numbers. Raises DataError."""
+    def resume(
+        self, trajectory: Trajectory, params: SamplingParams, adapter: str = "", kv: SequenceKV | None = None
+    ) -> None:
+        """Continue a partial trajectory with its positions and random numbers. Raises DataError.
+
+        kv: of its tokens, as another engine has exported it; None: it is computed, but for what is in the cache.
+        """
         answer = SequenceState.resume(trajectory, params, adapter)
         self._check(answer, self._known)
+        if kv is not None:
+            given, mine = [(*tensor.shape[1:], tensor.dtype) for tensor in kv.tensors], self._staging.kinds
+            if given != mine:
+                ours, theirs = (f"{len(kinds)} tensors, the first {kinds[0]}" for kinds in (mine, given))
+                raise DataError(f"KV of a sequence has {theirs}; this engine's {ours}", key="kv.shape")
+            if kv.salt != self.version:
+                raise DataError(f"KV of a sequence is of version {kv.salt}, not {self.version}", key="kv.version")
+            self._tails[trajectory.id] = kv._replace(tensors=[tensor.to(self.device) for tensor in kv.tensors])
         self._enqueue(answer)
+
+    @torch.inference_mode()
+    def export(self, trajectory: int) -> tuple[Trajectory, SequenceKV | None]:
+        """Stop a request; return its tokens and their KV, for ``resume`` in another engine with these weights.
+
+        None: it has no row yet, or KV that another engine would compute otherwise, by an adapter or with earlier
+        weights. Raises DataError.
+        """
+        kv, found = None, self._row_of(trajectory)
+        if found is not None and not (answer := found[0].settle(found[1])).stale and answer.adapter is None:
+            lane, row = found
+            computed = int(lane.columns.position[row])
+            kv = SequenceKV.of(lane.slab, row, answer.keys[:computed], salt_of(self.version, None), 0)
+        return self.abort(trajectory), kv
 
     def run_ahead(self, requests: Sequence[Request]) -> None:
         if self._ahead is None:
@@ -347,7 +400,8 @@ class Engine(GenerationEngine):
             return self.step_tokens
         return (self.step_tokens - running) // 2 // running
 
-    def _decode_lane(self, lane: LengthBucket, rows: int, most: int, done: list[Trajectory]) -> int:
+    def _schedule(self, lane: LengthBucket, rows: int, most: int) -> _Pass:
+        """Choose the tokens of a lane's first rows that its next pass computes. most: tokens of a draft at most."""
         c, live = lane.columns, lane.columns.live[:rows].copy()
         own, some = live.copy(), dict[int, Draft]()
         if self._speculation is not None and self._ahead is not None:
@@ -359,66 +413,72 @@ class Engine(GenerationEngine):
         given = np.concatenate([c.tokens[np.arange(rows), c.position[:rows]][:, None], drafts.tokens], 1)
         there = (given != NONE) & (live[:, None] if drafts.tokens.size else True)
         row, place = np.nonzero(there)
-        at = c.position[row] + drafts.depths()[row, place]
-        seen = at[live[row]]
+        return _Pass(lane, drafts, given, there, live, own, row, place, c.position[row] + drafts.depths()[row, place])
+
+    def _run(self, scheduled: _Pass) -> Decoded:
+        """Compute the tokens of a pass."""
+        lane, given, there, row = scheduled.lane, scheduled.given, scheduled.there, scheduled.row
+        (rows, width), adapters = given.shape, lane.adapters(len(given))
+        start, uniform = lane.columns.position[:rows], lane.columns.uniform[row, scheduled.at + 1]
+        if width == 1:
+            step = DecodeStep(given[:, 0], start, uniform, lane.rules(slice(rows)), lane.slab.tables(rows))
+            with self._adapters.serving(adapters, 1) as eager:
+                return self._runner.decode(lane.slab, step, lane.slots(), eager)
+        branches = Branches.of(scheduled.drafts.parents, there, self.device)
+        until = int((start + there.sum(1)).max())
+        lane.fit(until)
+        step = DecodeStep(np.where(there, given, 0), start, uniform, lane.rules(row))
+        with self._adapters.serving([adapters[r] for r in row.tolist()], 1):
+            return self._runner.verify(lane.slab, step, lane.slots(until), np.flatnonzero(there), branches)
+
+    def _postprocess(self, scheduled: _Pass, decoded: Decoded) -> tuple[np.ndarray, np.ndarray, set[int]]:
+        """Draw what rows say behind the tokens of a pass, and store it.
+
+        Returns their number of tokens, int64 [rows], the rows that end with them, and those that end by their text.
+        """
+        lane, drafts, there, row = scheduled.lane, scheduled.drafts, scheduled.there, scheduled.row
+        places = zip(row.tolist(), scheduled.place.tolist())
+        answers = [lane.answers[r] if p == 0 else None for r, p in places]
+        change = logit_changes(answers, self.config.vocab_size, self.device)
+        tokens, logprobs, filtered = decoded.choose(change).on_host()
+        self._check_finite(logprobs[scheduled.live[row]])
+        self._lock.note(tokens[scheduled.live[row]])
+        chosen = _spread(tokens, there, HOLE)
+        if self._ahead is not None:
+            self._ahead.force(lane, chosen)
+        said = said_by(chosen, drafts, lane.columns.stops[: len(there)])
+        counts, tokens = said.counts * scheduled.live, said.along(chosen)
+        matched = set()
+        for r in lane.watched:
+            if (count := lane.watch(r, tokens[r, : counts[r]].tolist())) is not None:
+                matched.add(r)
+                counts[r] = count
+        check_said(chosen, drafts, said._replace(counts=counts))
+        sampled = None if filtered is None else said.along(_spread(filtered, there, 0))
+        lane.keep(said.path, counts)
+        ended = lane.advance(tokens, said.along(_spread(logprobs, there, 0)), sampled, counts)
+        if lane.noted:
+            lane.note(decoded.logp, said.along(_spread(np.arange(len(row)), there, 0)), counts)
+        if self._speculation is not None:
+            self._speculation.accept(lane, tokens, counts)
+        return counts, ended, matched
+
+    def _decode_lane(self, lane: LengthBucket, rows: int, most: int, done: list[Trajectory]) -> int:
+        scheduled = self._schedule(lane, rows, most)
+        seen, own = scheduled.at[scheduled.live[scheduled.row]], scheduled.own
         with span("decode", tokens=len(seen), squares=int(2 * seen.sum()) + len(seen)) as decoding:
-            branches = Branches.of(drafts.parents, there, self.device)
-            decoded = self._decode_pass(lane, given, there, c.uniform[row, at + 1], branches)
+            decoded = self._run(scheduled)
         with span("sample", tokens=len(seen)) as sampling:
-            answers = [lane.answers[r] if p == 0 else None for r, p in zip(row.tolist(), place.tolist())]
-            change = logit_changes(answers, self.config.vocab_size, self.device)
-            tokens, logprobs, filtered = decoded.choose(change).on_host()
-            self._check_finite(logprobs[live[row]])
-            self._lock.note(tokens[live[row]])
-            chosen = _spread(tokens, there, HOLE)
-            if self._ahead is not None:
-                self._ahead.force(lane, chosen)
-            said = said_by(chosen, drafts, c.stops[:rows])
-            counts, tokens = said.counts * live, said.along(chosen)
-            matched = set()
-            for r in lane.watched:
-                if (count := lane.watch(r, tokens[r, : counts[r]].tolist())) is not None:
-                    matched.add(r)
-                    counts[r] = count
-            check_said(chosen, drafts, said._replace(counts=counts))
-            sampled = None if filtered is None else said.along(_spread(filtered, there, 0))
-            lane.keep(said.path, counts)
-            ended = lane.advance(tokens, said.along(_spread(logprobs, there, 0)), sampled, counts)
-            if lane.noted:
-                lane.note(decoded.logp, said.along(_spread(np.arange(len(row)), there, 0)), counts)
-            if self._speculation is not None:
-                self._speculation.accept(lane, tokens, counts)
-        drawn, computed = int(counts[own].sum()), int((there & own[:, None]).sum())
+            counts, ended, matched = self._postprocess(scheduled, decoded)
+        drawn, computed = int(counts[own].sum()), int((scheduled.there & own[:, None]).sum())
         self._stats.drafted(computed - int(own.sum()), drawn - int(own.sum()))
-        self._stats.decoded(len(row), drawn, decoding.seconds, sampling.seconds)
+        self._stats.decoded(len(scheduled.row), drawn, decoding.seconds, sampling.seconds)
         if self._ahead is not None:
             self._stats.ahead_tokens += self._ahead.settle(lane, counts, ended)
         self._end_rows(lane, {*ended[own[ended]].tolist(), *matched}, matched, done)
         if self._speculation is not None:
             self._speculation.expect(lane, most)
         return len(seen)
-
-    def _decode_pass(
-        self,
-        lane: LengthBucket,
-        given: np.ndarray,
-        there: np.ndarray,
-        uniform: np.ndarray,
-        branches: Branches | None,
-    ) -> Decoded:
-        """Compute the T tokens of rows that are ``there``, bool [rows, width]. given: int64 [rows, width]; uniform:
-        float32 [T], what draws the tokens behind; branches: order of the tokens."""
-        (rows, width), adapters = given.shape, lane.adapters(len(given))
-        start = lane.columns.position[:rows]
-        if width == 1:
-            step = DecodeStep(given[:, 0], start, uniform, lane.rules(slice(rows)))
-            with self._adapters.serving(adapters, 1) as eager:
-                return self._runner.decode(lane.slab, step, lane.slots(), eager)
-        until, row = int((start + there.sum(1)).max()), np.nonzero(there)[0]
-        lane.fit(until)
-        step = DecodeStep(np.where(there, given, 0), start, uniform, lane.rules(row))
-        with self._adapters.serving([adapters[r] for r in row.tolist()], 1):
-            return self._runner.verify(lane.slab, step, lane.slots(until), np.flatnonzero(there), branches)
 
     def _end_rows(self, lane: LengthBucket, rows: Set[int], matched: Set[int], done: list[Trajectory]) -> None:
         """Remove finished rows. matched: those that end by their text."""
@@ -463,17 +523,17 @@ class Engine(GenerationEngine):
         ):
             prompt.tail, prompt.computed = tail, len(tail.tokens)
 
-    def _keep_tail(self, answer: SequenceState, slab: KVCache, row: int, computed: int) -> None:
+    def _keep_tail(self, answer: SequenceState, slab: Slab, row: int, computed: int) -> None:
         """Keep the KV behind the last full block, if a later request begins with these tokens."""
         if answer.request.keeps and (start := computed - computed % self._block_size) < computed:
             salt = salt_of(self.version, answer.adapter)
-            self._tails[answer.request.id] = KeptTail.of(slab, row, answer.keys[:computed], salt, start)
+            self._tails[answer.request.id] = SequenceKV.of(slab, row, answer.keys[:computed], salt, start)
 
     def _load_prefixes(self, prompts: list[PrefillJob]) -> None:
         for prompt in prompts:
             self._store.load(self._blocks.slots(prompt.table), self._staging, prompt.row)
             if prompt.tail is not None:
-                prompt.tail.load(self._staging, prompt.row)
+                prompt.tail.load(self._staging, prompt.row, prompt.table.cached)
             self._stats.cached_tokens += prompt.computed
             self._stats.shared_tokens += (len(prompt.answers) - 1) * len(prompt.tokens)
 
@@ -484,10 +544,10 @@ class Engine(GenerationEngine):
         last = np.array([row * ids.shape[1] + chunk[row] - 1 for row in ending], np.int64)
         squares = int((((start + chunk) ** 2) - start**2).sum())
         with span("prefill", tokens=int(chunk.sum()), squares=squares) as spent:
-            tokens, first, ends = to_device([ids, start, last], self.device)
+            tokens, first, ends, *tables = to_device([ids, start, last, *batch.slab.tables(len(ids))], self.device)
             given = ModelInput(tokens, media=batch.media(chunk, ids.shape[1], self.device))
             with self._adapters.serving([p.adapter for p in batch.prompts], ids.shape[1]):
-                logits = self._runner.prefill(batch.slab, given, first, length, ends)
+                logits = self._runner.prefill(batch.slab, given, first, length, ends, tables)
         for i, row in enumerate(ending):
             batch.prompts[row].logits = logits[i : i + 1]
         for prompt, count in zip(batch.prompts, chunk.tolist()):
@@ -507,6 +567,8 @@ class Engine(GenerationEngine):
         placed = self._scheduler.place(self.running)
         if not placed:
             return
+        if isinstance(self._store, PagePool):
+            self._store.fork([(p.table.blocks[-1], a.table.blocks[-1]) for p, a in placed])
         with span("place", tokens=len(placed)) as spent:
             rows = max(1, CHOICE_ELEMENTS // self.config.vocab_size)
             for i in range(0, len(placed), rows):
@@ -521,7 +583,7 @@ class Engine(GenerationEngine):
                     continue
                 if self._speculation is not None:
                     self._speculation.begin(answer)
-                going.setdefault(limit_for(len(answer.tokens), self.max_length), []).append((prompt, answer))
+                going.setdefault(self._limit(len(answer.tokens)), []).append((prompt, answer))
             for limit, pairs in going.items():
                 self._lane(limit).place([a for _, a in pairs], self._staging, [p.row for p, _ in pairs], self._draw)
         self._stats.decoded_tokens += len(placed)
@@ -567,6 +629,8 @@ class Engine(GenerationEngine):
                 answer.table, int(lane.columns.position[row]) + 1
             ):
                 self._make_room()
+            if lane.answers[row] is answer:
+                lane.slab.bind(row, answer.table.blocks)
 
     def _make_room(self) -> None:
         if self._scheduler.yield_prompt():
@@ -578,11 +642,12 @@ class Engine(GenerationEngine):
     def _vacate(self, lane: LengthBucket, row: int) -> SequenceState:
         """Remove a row; its full blocks stay in the prefix store while there is room."""
         computed = int(lane.columns.position[row])
-        answer = lane.take(row)
+        answer = lane.settle(row)
         if not answer.stale:
             new = self._blocks.register(answer.table, answer.keys, computed, salt_of(self.version, answer.adapter))
             self._store.save(new, lane.slab, row)
             self._keep_tail(answer, lane.slab, row, computed)
+        lane.take(row)
         self._blocks.close(answer.table)
         return answer
 
@@ -591,7 +656,7 @@ class Engine(GenerationEngine):
         for lane in sorted(self._lanes.values(), key=lambda lane: -lane.limit):
             rows = lane.outgrown()
             if len(rows):
-                self._lane(limit_for(lane.limit, self.max_length)).adopt(lane, rows, self._draw)
+                self._lane(self._limit(lane.limit)).adopt(lane, rows, self._draw)
                 self._stats.moved_rows += len(rows)
 
     def _interrupt(self, rows: bool = True) -> None:
@@ -611,7 +676,8 @@ class Engine(GenerationEngine):
     def sleep(self) -> None:
         self._interrupt()
         self.reset_prefix_cache()
-        self._lanes, self._store, self._staging, self._released = {}, self._new_store(), self._new_slab(), True
+        self._new_cache()
+        self._released = True
         if self._speculation is not None:
             self._speculation.sleep()
         return_memory(self.device)
@@ -632,6 +698,10 @@ class Engine(GenerationEngine):
             self._stats = Stats()
         return found
 
+    def _limit(self, length: int) -> int:
+        """Return the limit of the lane for sequences of a length: over pages one lane has them all."""
+        return round_up(self.max_length, KEYS) if self._paged else limit_for(length, self.max_length)
+
     def _lane(self, limit: int) -> LengthBucket:
         if limit not in self._lanes:
             fixed, trimmed = self.device.type == "cuda", not self._runner.compiled  # compiled code counts by eights
@@ -639,11 +709,17 @@ class Engine(GenerationEngine):
             self._lanes[limit] = made
         return self._lanes[limit]
 
-    def _new_slab(self) -> KVCache:
-        return KVCache(self._held, self.dtype, self.device, routing=self._routing, latent=not self._parity)
+    def _new_cache(self) -> None:
+        self._lanes: dict[int, LengthBucket] = {}
+        self._store: PrefixStore | PagePool
+        if self._paged:
+            self._store = PagePool(self._held, self.dtype, self.device, self._blocks.num_blocks)
+        else:
+            self._store = PrefixStore(self._new_dense(), self._block_size, self._blocks.max_cached)
+        self._staging = self._new_slab()
 
-    def _new_store(self) -> PrefixStore:
-        return PrefixStore(self._new_slab(), self._block_size, self._blocks.max_cached)
+    def _new_slab(self) -> Slab:
+        return PagedRows(self._store) if isinstance(self._store, PagePool) else self._new_dense()
 
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilth.core.device import to_device
 from tilth.engines.adapters import LoadedAdapter
-from tilth.engines.cache import KVCache
+from tilth.engines.cache import KVCache, Slab
 from tilth.engines.request import Progress, Request, SequenceState
 from tilth.engines.sampling import RuleColumns
 from tilth.plan.kernels import KEYS, ROWS, round_up, slots_for
@@ -78,7 +78,7 @@ class RowState:
 class LengthBucket:
     """Rows of up to ``limit`` tokens, in a KV cache that grows with their number and length."""
 
-    def __init__(self, limit: int, slab: KVCache, most: int, fixed: bool = False, trimmed: bool = True) -> None:
+    def __init__(self, limit: int, slab: Slab, most: int, fixed: bool = False, trimmed: bool = True) -> None:
         """fixed: all slots at once; trimmed: holes behind the last live row do not decode."""
         self.limit, self.slab, self._trimmed = limit, slab, trimmed
         self._most, self._fixed = most, fixed
@@ -123,7 +123,7 @@ class LengthBucket:
         if rows > slab.rows or want > slab.capacity or narrow:
             slab.layout(rows, want, keep, min(used, slab.capacity))
 
-    def place(self, answers: Sequence[SequenceState], slab: KVCache, rows: Sequence[int], draw: Draw) -> list[int]:
+    def place(self, answers: Sequence[SequenceState], slab: Slab, rows: Sequence[int], draw: Draw) -> list[int]:
         """Add sequences whose newest token is not computed yet, and return their rows; the KV before it is in ``rows``
         of ``slab``."""
         to = self._holes(len(answers), max(len(a.request.params.stop_tokens) for a in answers))
@@ -167,6 +167,7 @@ class LengthBucket:
         c.live[row], c.position[row], c.end[row], c.stops[row] = False, 0, self.limit, -1
         c.temperature[row], c.greedy[row], c.filtered[row] = 1.0, False, False
         c.top_k[row], c.top_p[row], c.min_p[row] = 0, 1.0, 0.0
+        self.slab.bind(row, ())
         self.answers[row] = None
         self.watched.discard(row)
         self.noted.discard(row)
@@ -219,6 +220,7 @@ class LengthBucket:
         the slots of their first ``counts`` tokens, from that of the newest one on."""
         place = np.arange(path.shape[1])
         for row in np.flatnonzero(((path != place) & (place < counts[:, None])).any(1)).tolist():
+            assert isinstance(self.slab, KVCache)  # rows in pages have no drafts
             start = int(self.columns.position[row])
             self.slab.move(row, start + path[row, : counts[row]], start)
 
@@ -251,6 +253,7 @@ class LengthBucket:
 
     def _put(self, row: int, answer: SequenceState) -> None:
         self.answers[row] = answer
+        self.slab.bind(row, answer.table.blocks)
         if answer.watching:
             self.watched.add(row)
         if answer.request.likeliest:

@@ -14,7 +14,7 @@ from tilth.core.media import Media, check_media, media_keys
 from tilth.core.trajectory import Finish, Likeliest, Segment, Trajectory
 from tilth.engines.adapters import LoadedAdapter
 from tilth.engines.blocks import BlockTable
-from tilth.engines.cache import KVCache
+from tilth.engines.cache import Slab
 from tilth.engines.grammar import Grammar, Grammars
 from tilth.engines.stops import Decodes, StopStrings, completion_text
 
@@ -324,7 +324,7 @@ class SequenceState:
         ids, logprobs = zip(*self.likeliest[seen:]) if len(self.likeliest) > seen else ((), ())
         return Likeliest(np.array(ids, np.int64).reshape(-1, k), np.array(logprobs, np.float32).reshape(-1, k))
 
-    def keep_routing(self, slab: KVCache, row: int, tokens: int) -> None:
+    def keep_routing(self, slab: Slab, row: int, tokens: int) -> None:
         """Take the experts of the first ``tokens`` from a row of the cache, if it keeps them; none are known behind."""
         for routing in slab.routing:
             known = routing[row, 0, :tokens].cpu().numpy()

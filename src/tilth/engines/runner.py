@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +17,8 @@ from tilth.core.device import pinned, to_device, unpacked
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Likeliest
 from tilth.engines.branches import Branches
-from tilth.engines.cache import CachedContext, KVCache, KVCacheView
+from tilth.engines.cache import CachedContext, KVCache, KVCacheView, Slab
+from tilth.engines.pages import PagedContext, PagedRows
 from tilth.engines.request import TextScores
 from tilth.engines.sampling import Chosen, RuleColumns, Rules, choose_from, group_mass, log_softmax
 from tilth.models.attention import PackedContext
@@ -46,11 +47,18 @@ class DecodeStep(NamedTuple):
     """float32 [T], random numbers of the tokens that are drawn."""
     rules: RuleColumns
     """Of the T tokens."""
+    tables: Sequence[np.ndarray] = ()
+    """``Slab.tables`` of the B rows."""
 
     @property
     def arrays(self) -> list[np.ndarray]:
         """Inputs of the pass that go to a device."""
-        return [self.ids, self.start, self.uniform, *self.rules.tensors]
+        return [self.ids, self.start, self.uniform, *self.tables, *self.rules.tensors]
+
+    def named(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor], Rules]:
+        """Return ids, positions, random numbers, tables and rules, given ``arrays`` on a device."""
+        (ids, start, uniform), count = tensors[:3], 3 + len(self.tables)
+        return ids, start, uniform, tensors[3:count], self.rules.on(tensors[count:])
 
 
 class Decoded(NamedTuple):
@@ -103,19 +111,24 @@ class Runner:
 
     def forward_rows(
         self,
-        slab: KVCache | KVCacheView,
+        slab: Slab,
         given: ModelInput,
         start: Tensor,
         length: int,
         picked: Tensor | None = None,
         branches: Branches | None = None,
+        tables: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return hidden [B * C, hidden] of new tokens, ids int64 [B, C], in the first B rows, from positions start [B].
 
         length: slots of the cache to read. A row with fewer than C tokens is padded at its end. picked: int64 [T], the
-        tokens of the B * C that are computed; the result is then [T, hidden]. branches: see ``CachedContext``.
+        tokens of the B * C that are computed; the result is then [T, hidden]. branches: see ``CachedContext``. tables:
+        of the cache, on the device.
         """
-        records = isinstance(slab, KVCache) and bool(slab.routing)
+        if isinstance(slab, PagedRows):
+            pages = PagedContext(slab, tables[0], start, given.ids.shape[1], self._multiple)
+            return cast(Tensor, self.model(given._replace(ids=given.ids.flatten()), pages))
+        records = bool(slab.routing)
         experts = ExpertContext(parity=self._parity, record=True) if records else None
         sizes = (given.ids.shape[1], length, self._parity)
         more: dict[str, Any] = {"experts": experts, "picked": picked, "branches": branches}
@@ -126,20 +139,21 @@ class Runner:
             ctx.keep_routing()
         return hidden
 
-    def prefill(self, slab: KVCache, given: ModelInput, start: Tensor, length: int, last: Tensor) -> Tensor:
+    def prefill(
+        self, slab: Slab, given: ModelInput, start: Tensor, length: int, last: Tensor, tables: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Return logits float32 [rows, V] after the tokens at flat indices ``last`` of [B * C] (may be empty)."""
-        return self.model.logits(self.forward_rows(slab, given, start, length)[last])
+        return self.model.logits(self.forward_rows(slab, given, start, length, tables=tables)[last])
 
-    def rows(self, slab: KVCache, rows: int) -> int:
+    def rows(self, slab: Slab, rows: int) -> int:
         """Return the number of rows that a pass over the first ``rows`` of a cache computes: with graphs some more."""
         return rows if self._graphs is None else self._graphs.rows(slab, rows)
 
-    def decode(self, slab: KVCache, step: DecodeStep, length: int, eager: bool = False) -> Decoded:
+    def decode(self, slab: Slab, step: DecodeStep, length: int, eager: bool = False) -> Decoded:
         """Compute one token of each of the first B rows. eager: rows have adapters, which compiled code leaves out."""
         if self._graphs is not None and not eager:
             return self._graphs.decode(slab, step)
-        ids, start, uniform, *columns = to_device(step.arrays, self.device)
-        rules = step.rules.on(columns)
+        ids, start, uniform, tables, rules = step.named(to_device(step.arrays, self.device))
         if self._compiled is not None and not eager:
             logp, mass = self._compiled(slab, ids, start, rules.temperature)
             return Decoded(logp, mass, uniform, rules)
@@ -147,23 +161,23 @@ class Runner:
         if self._row_pass is not None and not eager:
             hidden = self._row_pass.hidden(slab.keys, slab.values, ids, start, length)
         if hidden is None:
-            hidden = self.forward_rows(slab, ModelInput(ids[:, None]), start, length)
+            hidden = self.forward_rows(slab, ModelInput(ids[:, None]), start, length, tables=tables)
         logits = self.model.logits(hidden)
         return Decoded(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules)
 
     def verify(
-        self, slab: KVCache, step: DecodeStep, length: int, picked: np.ndarray, branches: Branches | None = None
+        self, slab: Slab, step: DecodeStep, length: int, picked: np.ndarray, branches: Branches | None = None
     ) -> Decoded:
         """Compute the tokens at flat indices ``picked`` int64 [T] of ids [B, C]. branches: see ``CachedContext``."""
-        ids, start, uniform, *columns, some = to_device([*step.arrays, picked], self.device)
-        rules = step.rules.on(columns)
+        *inputs, some = to_device([*step.arrays, picked], self.device)
+        ids, start, uniform, _, rules = step.named(inputs)
         hidden = self.forward_rows(slab, ModelInput(ids), start, length, some, branches)
         logp = log_softmax(self.model.logits(hidden), None if rules.unit else rules.temperature)
         return Decoded(logp, None, uniform, rules)
 
-    def warm_up(self, slab: KVCache) -> None:
+    def warm_up(self, slab: Slab) -> None:
         """Compile decode, with the help of an empty cache."""
-        if self._compiled is not None and not self.compile_seconds:
+        if self._compiled is not None and isinstance(slab, KVCache) and not self.compile_seconds:
             begin = time.perf_counter()
             self._compiled.warm_up(slab)
             self.compile_seconds = time.perf_counter() - begin
@@ -187,7 +201,7 @@ class CompiledDecode:
         options: dict[str, Any] = {"guard_filter_fn": _argument_guards, "cpp_wrapper": True}
         self._forward: Forward = torch.compile(forward, dynamic=True, fullgraph=True, options=options)
 
-    def __call__(self, slab: KVCache, ids: Tensor, start: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, slab: Slab, ids: Tensor, start: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         return self._forward(ids, start, temperature, slab.keys, slab.values)
 
     def warm_up(self, slab: KVCache) -> None:
@@ -214,23 +228,24 @@ class Graphs:
     """CUDA graphs of decode, from the newest tokens to those that are drawn, by cache and rows, until its layout
     changes.
 
-    Attention reads all slots of the cache and takes lengths from the device, so one graph serves all lengths. Inputs
-    and outputs are static buffers of one pool: a result is valid until the next replay of any graph.
+    Attention takes lengths from the device, and the pages of rows (or reads all slots of the cache): one graph serves
+    all lengths. Inputs and outputs are static buffers of one pool: a result is valid until the next replay of any
+    graph.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._graphs: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[Slab, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
         self._pool: Any = None
 
-    def rows(self, slab: KVCache, rows: int) -> int:
+    def rows(self, slab: Slab, rows: int) -> int:
         """Return the rows of the graph that decodes ``rows``: of one that is there, if it has at most twice as many as
         need be."""
         least = min(slab.rows, next(bucket for bucket in (*_BUCKETS, slab.rows) if bucket >= rows))
         known = [n for layout, n in self._graphs.get(slab, {}) if layout == slab.layouts and least <= n <= 2 * least]
         return min(known, default=least)
 
-    def decode(self, slab: KVCache, step: DecodeStep) -> Decoded:
+    def decode(self, slab: Slab, step: DecodeStep) -> Decoded:
         """Replay the graph of these rows; holes among them are computed at position 0."""
         key, known = (slab.layouts, len(step.ids)), self._graphs.setdefault(slab, {})
         if key not in known:
@@ -240,28 +255,28 @@ class Graphs:
         graph, flat, inputs, result = known[key]
         flat.copy_(pinned(step.arrays), non_blocking=True)
         graph.replay()
-        return result._replace(rules=step.rules.on(inputs[3:]))
+        return result._replace(rules=step.named(inputs)[-1])
 
-    def _capture(self, slab: KVCache, step: DecodeStep) -> _Captured:
+    def _capture(self, slab: Slab, step: DecodeStep) -> _Captured:
         begin = time.perf_counter()
         flat = pinned(step.arrays).to(self._runner.device, non_blocking=True)
         inputs = unpacked(flat, step.arrays)
         # Allocates workspaces outside the graph. Writes to the live cache, so with the inputs that the replay has too.
-        self._step(slab, inputs, step.rules)
+        self._step(slab, inputs, step)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that writes the trace queries events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = self._step(slab, inputs, step.rules)
+            result = self._step(slab, inputs, step)
         self._pool = self._pool or graph.pool()
         self._runner.compile_seconds += time.perf_counter() - begin
         return _Captured(graph, flat, inputs, result)
 
-    def _step(self, slab: KVCache, inputs: Sequence[Tensor], columns: RuleColumns) -> Decoded:
+    def _step(self, slab: Slab, inputs: Sequence[Tensor], step: DecodeStep) -> Decoded:
         """Compute and draw a token of each row, by rules that hold for any row: with filters if a kernel has them."""
-        ids, start, uniform, *tensors = inputs
-        rules = replace(columns.on(tensors), unit=False, any_greedy=True, all_greedy=False)
-        hidden = self._runner.forward_rows(slab, ModelInput(ids[:, None]), start, slab.capacity)
+        ids, start, uniform, tables, rules = step.named(inputs)
+        rules = replace(rules, unit=False, any_greedy=True, all_greedy=False)
+        hidden = self._runner.forward_rows(slab, ModelInput(ids[:, None]), start, slab.capacity, tables=tables)
         logp = log_softmax(self._runner.model.logits(hidden), rules.temperature)
         rules = replace(rules, filtered=chosen("sampler", logp) is not None)
         return Decoded(logp, None, uniform, rules, choose_from(logp, None, uniform, rules))

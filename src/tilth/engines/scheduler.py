@@ -17,7 +17,7 @@ from torch import Tensor
 from tilth.core.media import Media
 from tilth.engines.adapters import LoadedAdapter, salt_of
 from tilth.engines.blocks import BlockManager, BlockTable
-from tilth.engines.cache import KeptTail, KVCache
+from tilth.engines.cache import SequenceKV, Slab
 from tilth.engines.request import SequenceState
 from tilth.models.inputs import EncoderInput, place_media
 from tilth.plan.kernels import KEYS, PROMPT_WIDTH, round_up
@@ -35,7 +35,7 @@ class PrefillJob:
     computed: int = 0
     """Number of tokens with KV in row ``row`` of the batch's cache."""
     row: int = 0
-    tail: KeptTail | None = None
+    tail: SequenceKV | None = None
     """What is loaded behind the shared blocks."""
     adapter: LoadedAdapter | None = None
     """Of all its sequences, as ``media``."""
@@ -53,13 +53,14 @@ class PrefillJob:
 class PrefillBatch:
     """Prompts of similar length that are computed together, a row each; one above the budget is alone."""
 
-    def __init__(self, prompts: list[PrefillJob], slab: KVCache) -> None:
+    def __init__(self, prompts: list[PrefillJob], slab: Slab) -> None:
         self.prompts, self.slab = prompts, slab
         # A row is padded to the widest chunk, so it may reach beyond its own end.
         reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + PROMPT_WIDTH
         slab.layout(len(prompts), round_up(reach, KEYS))
         for row, prompt in enumerate(prompts):
             prompt.row = row
+            slab.bind(row, prompt.table.blocks)
 
     @property
     def finished(self) -> bool:

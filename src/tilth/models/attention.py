@@ -180,6 +180,32 @@ def varlen_attention(
     return (found if isinstance(found, Tensor) else found[0])[..., :width]
 
 
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    pages: Tensor,
+    lengths: Tensor,
+    window: int | None,
+) -> Tensor:
+    """Attend with packed queries q [N, Hq, hd] over keys and values in pages [P, size, Hkv, hd]: [N, Hq, hd].
+
+    ends, longest, window: of ``varlen_attention``. pages: int32 [n, most], those of each sequence in order; lengths:
+    int32 [n], its keys. The bits of a sequence do not depend on the others.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # One query sees all keys without a mask, and without one the kernel takes heads that share keys together.
+    sees = (-1, -1) if window is None and longest[0] == 1 else (-1 if window is None else window - 1, 0)
+    how: dict[str, Any] = {"window_size": sees, "enable_gqa": q.shape[1] != keys.shape[2]}
+    # One split of the keys: how many there are else depends on the batch, and torch 2.13 joins them wrongly (its issue
+    # 194167).
+    found = varlen_attn(q, keys, values, *ends, *longest, seqused_k=lengths, block_table=pages, num_splits=1, **how)
+    return found if isinstance(found, Tensor) else found[0]
+
+
 def matmul_pays(length: int, dtype: torch.dtype, device: torch.device, causal: bool = False) -> bool:
     """Return True if plain matmuls are faster than SDPA for keys of this length, with a mask or causal."""
     return device.type == "cpu" and length <= (CAUSAL_UP_TO if causal else MASKED_UP_TO).get(dtype.itemsize, 0)

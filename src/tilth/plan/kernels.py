@@ -69,6 +69,8 @@ KEYS = 16
 """Attention looks at a multiple of this many slots."""
 BLOCK = 16
 """Tokens of a block of the KV cache."""
+PAGE = 256
+"""Tokens of a block where attention reads blocks in place, on a GPU: the least that torch's kernel takes."""
 PROMPT_WIDTH = 8
 """Chunks of prompts are padded to a multiple of this."""
 PASS = 4096

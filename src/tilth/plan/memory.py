@@ -21,6 +21,7 @@ from tilth.plan.working import (
     generation,
     kv_cache,
     on_gpu,
+    paged_cache,
     scoring,
     total,
     training,
@@ -260,8 +261,12 @@ def _engine_need(
     """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache. routing: it keeps the
     experts of each token."""
     element, (weights, cache) = element_of(recipe), names
-    sizes = {"fixed": on_gpu(recipe), "routing": routing, "latent": not recipe.train.parity}
-    held, besides = kv_cache(cut.shape, asked, element, **sizes)
+    kept = routing and cut.shape.num_experts > 0
+    if on_gpu(recipe) and element < FP32 and recipe.rollout.speculate == "off" and not (kept or cut.shape.latents):
+        held, besides = paged_cache(cut.shape, asked, element)
+    else:
+        sizes = {"fixed": on_gpu(recipe), "routing": routing, "latent": not recipe.train.parity}
+        held, besides = kv_cache(cut.shape, asked, element, **sizes)
     working = generation(recipe, cut.shape, asked, element, vocab=cut.shape.vocab_size * tp)
     grows = Item("cache while it grows", besides)
     return Need(

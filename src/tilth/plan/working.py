@@ -21,6 +21,7 @@ from tilth.plan.kernels import (
     HEAD_SPAN,
     KEYS,
     MASKED_UP_TO,
+    PAGE,
     PASS,
     PROMPT_WIDTH,
     ROWS,
@@ -478,6 +479,21 @@ def kv_cache(
     doubled = 1 << (asked.prompts - 1).bit_length()
     stored = min(asked.prompt // BLOCK * BLOCK * doubled, asked.kv_tokens // 4)
     return int((held + staged + stored) * token * spare), int(besides * token * spare)
+
+
+def paged_cache(shape: DecoderShape, asked: EngineDemand, element: int) -> tuple[int, int]:
+    """Return ``kv_cache`` in pages of a GPU.
+
+    Counts the pages of rows, of prompts in prefill and of those that stay; full pages of a prompt are there once. The
+    pool grows by half, and while it grows a tensor of one layer is there twice.
+    """
+    whole, capacity = asked.prompt // PAGE, -(-asked.kv_tokens // PAGE)
+    running = -(-asked.rows // asked.group)
+    shared = min(asked.prompts, running + capacity // 4 // max(1, whole)) * whole
+    own, staged = (-(-length // PAGE) - whole for length in (asked.longest, asked.prompt))
+    need = asked.rows * own + shared + asked.computed * staged
+    held = (min(grown(need - 1, need), capacity) + 1) * PAGE * kv_bytes(shape, element, latent=False)
+    return held, held // (2 * shape.num_layers)
 
 
 def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element: int, vocab: int) -> tuple[Item, ...]:
