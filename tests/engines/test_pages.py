@@ -8,8 +8,10 @@ import torch
 
 from tests.engines.reference import CONFIG
 from tilth.engines import pages
+from tilth.engines.blocks import BlockManager
 from tilth.engines.pages import PagedRows, PagePool, pages_serve
 from tilth.plan.kernels import PAGE
+from tilth.plan.working import EngineDemand, paged_cache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -76,6 +78,26 @@ def test_torch_serves_pages_on_a_gpu_in_half_precision_and_says_once_if_it_is_to
     assert not pages_serve(CONFIG, torch.bfloat16, CUDA) and not pages_serve(CONFIG, torch.float16, CUDA)
     assert capsys.readouterr().err.count("torch 2.11.0") == 1
     pages._device_serves.cache_clear()
+
+
+@pytest.mark.parametrize(("prompt", "longest", "group"), [(20, 200, 1), (600, 900, 4), (512, 1200, 8), (300, 310, 2)])
+def test_the_plan_counts_the_pages_that_rows_and_prompts_have(prompt, longest, group):
+    rows, prompts, element = 16, 8, 4
+    asked = EngineDemand(rows, prompts, group, prompt, longest, 2048, rows * 2048)
+    blocks = BlockManager(asked.kv_tokens // PAGE, PAGE, asked.kv_tokens // PAGE // 4)
+    pool = PagePool(CONFIG, torch.float32, CPU, blocks.num_blocks)
+    tables = []
+    for number in range(rows // group):
+        keys = np.full(prompt, number)
+        table = blocks.open(keys, salt=1)
+        pool.reserve(table.blocks)
+        blocks.register(table, keys, prompt, salt=1)
+        tables += [*(blocks.fork(table, prompt) for _ in range(group - 1)), table]
+    for table in tables:
+        assert blocks.extend(table, longest)
+        pool.reserve(table.blocks)
+    held, grows = paged_cache(CONFIG, asked, element)
+    assert pool.nbytes <= held <= 1.9 * pool.nbytes and 0 < grows < held
 
 
 @pytest.mark.parametrize("capability", [7, 8])

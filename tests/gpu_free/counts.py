@@ -54,14 +54,14 @@ def decode_step(params, **options):
     return counts
 
 
-def captures():
-    """Return the graphs of 48 answers of 5 to 240 tokens, and the answers."""
+def captures(dtype=torch.float32):
+    """Return the graphs of 48 answers of 5 to 240 tokens, and the answers: over slots in fp32, over pages in bf16."""
     rng, before = np.random.default_rng(0), device.Graph.captured
     requests = [
         Request(i, rng.integers(0, 100, 10), SamplingParams(max_tokens=int(n), temperature=0.0))
         for i, n in enumerate(rng.integers(5, 240, 48))
     ]
-    said = make_engine(make_model(), device=CUDA, compile=True).generate(requests)
+    said = make_engine(make_model(dtype=dtype), device=CUDA, compile=True, max_length=512).generate(requests)
     return device.Graph.captured - before, requests, said
 
 
@@ -111,7 +111,7 @@ def main():
     for layers in (2, 4):
         few, many = (update(count, config=shape(layers), offload=1.0) for count in (2, 4))
         _line(f"micro-batch, plain, offloaded, {layers} layers", many, few, 2)
-    print(f"\ngraphs captured for 48 answers: {captures()[0]}")
+    print(f"\ngraphs captured for 48 answers: {captures()[0]}, over pages {captures(torch.bfloat16)[0]}")
 
 
 if __name__ == "__main__":

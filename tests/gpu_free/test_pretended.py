@@ -98,8 +98,8 @@ def test_a_pass_over_prompts_waits_for_the_tokens_that_are_drawn():
 def test_answers_of_all_lengths_need_few_graphs():
     """Of each number of rows one, whatever the lengths; the tokens are a CPU's."""
     graphs, requests, said = captures()
-    wanted = make_engine(make_model()).generate(requests)
-    assert graphs <= 8
+    wanted = make_engine(make_model(), max_length=512).generate(requests)
+    assert graphs <= 8 and captures(torch.bfloat16)[0] <= 8
     assert np.mean([a.tokens.tolist() == b.tokens.tolist() for a, b in zip(said, wanted)]) > 0.9
 
 
