@@ -1,5 +1,7 @@
 """The physical cache: layouts keep what they must, copies land where they should, attention sees what it may."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,6 +79,21 @@ def test_copy(to, rows):
         wanted[:, a, :, :5] = source[:, b, :, :5]
     mine.copy(to, other, rows, 5)
     assert torch.equal(contents(mine), wanted)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_is_read_is_a_copy_and_can_be_written_back(heads):
+    slab = KVCache(replace(CONFIG, num_kv_heads=heads), torch.float32, CPU)
+    slab.layout(2, 8)
+    for value, tensor in enumerate(slab.tensors, 1):
+        tensor.fill_(value)
+    found = slab.read(1, 2, 5)
+    assert [x.shape for x in found] == [(3, heads, CONFIG.head_dim)] * 2 * CONFIG.num_layers
+    for tensor in slab.tensors:
+        tensor.zero_()
+    slab.write(1, 4, found)
+    wanted = [(value, value) for value in range(1, len(found) + 1)]
+    assert [(t[1, :, 4:7].mean(), t.sum() / heads / 3 / CONFIG.head_dim) for t in slab.tensors] == wanted
 
 
 @pytest.mark.parametrize("slots", [(3, 0, 8), (3, 4, 8)])

@@ -128,7 +128,8 @@ class KVCache:
 
     def read(self, row: int, start: int, end: int) -> list[Tensor]:
         """Return copies of what is kept of these tokens: [end - start, heads, width] each, as ``tensors``."""
-        return [tensor[row, :, start:end].transpose(0, 1).contiguous() for tensor in self.tensors]
+        like = torch.contiguous_format  # contiguous() would be a view where there is one head
+        return [tensor[row, :, start:end].transpose(0, 1).clone(memory_format=like) for tensor in self.tensors]
 
     def write(self, row: int, start: int, tensors: Sequence[Tensor]) -> None:
         """Write what ``read`` returns to the tokens of a row from ``start`` on."""
