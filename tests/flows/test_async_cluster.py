@@ -14,16 +14,18 @@ import pytest
 from tests.config.test_plugins import forget
 from tests.flows import tiny
 from tests.flows.killed import BESIDE
-from tests.flows.test_async_sampler import check_once, check_resumed, recipe, rows, state
+from tests.flows.test_async_sampler import check_once, recipe, state
 from tests.flows.test_replay import check_same
 from tests.flows.test_replay import recipe as exact
 from tests.flows.test_resume import child, finish
 from tests.launch.test_survive import recoveries
+from tilth.cluster.controller.cluster import Cluster
 from tilth.core.random import stream_id
 from tilth.flows import replicas as flows_replicas
 from tilth.roles import rollout as roles_rollout
+from tilth.roles.policy import PolicyWorker
 from tilth.runs.events import EVENTS, read_events
-from tilth.runs.readers import read_metrics
+from tilth.runs.readers import read_metrics, read_state
 
 pytestmark = pytest.mark.dist
 POOLS = {"backend": "local", "pools": {"train": 1, "rollout": 2}}
@@ -127,10 +129,92 @@ def check_log(run, bound):
     assert sum(map(len, steps.values())) == len(set().union(*steps.values())) > 0
 
 
-def test_a_worker_that_dies_at_any_time_costs_no_sample(tmp_path):
-    kills = Kills(RANKS["replica"], [2], stream_id("kills", 1))
-    survived(recipe(tmp_path, 2, rollout=PLACED, cluster=POOLS), kills)
-    assert len(kills.killed) == 1 and any("is new" in line for line in kills.messages), kills.messages
+KILLED = 3
+"""Update in which the trainer is when a replica dies."""
+WAITING = """
+import functools, time
+from pathlib import Path
+from tilth.engines.rounds import RoundLimits
+from tilth.roles import policy, rollout
+
+folder, plain, advance = Path({folder!r}), policy.PolicyWorker.update, rollout.RolloutWorker.advance
+rollout.LIMITS = RoundLimits(4, 4)
+
+@functools.wraps(plain)
+def update(self, *given, **how):
+    self.times = getattr(self, "times", 0) + 1
+    if self.times == {killed}:
+        (folder / "updating").touch()
+        while not (folder / "killed").exists():
+            time.sleep(0.05)
+    return plain(self, *given, **how)
+
+@functools.wraps(advance)
+def slowly(self, *given, **how):
+    time.sleep(0.05)
+    return advance(self, *given, **how)
+
+policy.PolicyWorker.update, rollout.RolloutWorker.advance = update, slowly
+"""
+
+
+class KillsInUpdate(Kills):
+    """Kills a replica while the trainer is in an update, and lets it be replaced two steps later."""
+
+    def __init__(self, folder):
+        super().__init__(RANKS["replica"], [], stream_id("update", 1))
+        self.folder, self.later = folder, threading.Event()
+
+    def on_rollout(self, run, step, batch):
+        if step == KILLED:
+            self.timers.append(threading.Thread(target=self.strike, args=(run.policy._dispatch.backend,)))
+            self.timers[-1].start()
+
+    def strike(self, backend):
+        until = time.monotonic() + 60
+        while not (self.folder / "updating").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        self.killed.append(self.end(backend))
+        (self.folder / "killed").touch()
+
+    def on_step_end(self, run, step, metrics):
+        super().on_step_end(run, step, metrics)
+        if step == KILLED + 2:
+            self.later.set()
+
+
+def test_a_replica_that_dies_beside_an_update_is_replaced_beside_the_steps(tmp_path, monkeypatch):
+    """Its samples go on elsewhere with their tokens, and no step begins again. A replay without deaths has the same
+    trajectories and weights bit for bit."""
+    for kind, name in ((PolicyWorker, "update"), (roles_rollout.RolloutWorker, "advance"), (roles_rollout, "LIMITS")):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # the plugin is imported here too
+    (tmp_path / "waits.py").write_text(WAITING.format(folder=str(tmp_path), killed=KILLED))
+    kills, renew, waited = KillsInUpdate(tmp_path), Cluster.renew, []
+
+    def late(cluster, rank):
+        waited.append(kills.later.wait(120))
+        renew(cluster, rank)
+
+    monkeypatch.setattr(Cluster, "renew", late)
+
+    def made(replicas):
+        cluster = {**POOLS, "pools": {"train": 1, "rollout": replicas}}
+        placed = {**PLACED, "layout": {"dp": replicas}}
+        plugins = [str(tmp_path / "waits.py")]
+        how = {"algorithm": {"steps": 8}, "run": {"eval_every": 8}, "plugins": plugins}  # evaluations wait for it
+        return exact(tmp_path, 2, rollout=placed, cluster=cluster, **how)
+
+    run = survived(made(2), kills)
+    assert waited == [True] and len(kills.killed) == 1
+    (one,) = recoveries(run.directory)
+    assert (one["kind"], one["replaced"], one["lost"], one["seconds"]) == ("crash", one["ranks"], 0, 0), one
+    assert one["beside"] > 0 and any("the others went on" in line for line in kills.messages), kills.messages
+    assert len(read_state(run.directory)["attempts"]) == 1
+    resumed = {e.fields["id"]: e.fields["tokens"] for e in read_events(run.directory / EVENTS) if e.kind == "resume"}
+    assert len(resumed) == sum(record["samples/resumed"] for record in read_metrics(run.directory)) > 0
+    assert min(resumed.values()) > 0
+    check_same(run, tiny.run(made(1), name="again", replay=run.directory))
+    forget()
 
 
 @pytest.mark.slow
@@ -212,18 +296,6 @@ def short_rounds(tmp_path, monkeypatch):
     (tmp_path / "rounds.py").write_text(f"{text}rollout.LIMITS = RoundLimits(4, 4)\n")
     yield [str(tmp_path / "rounds.py")]
     forget()
-
-
-@pytest.mark.slow
-def test_samples_of_a_replica_that_dies_go_on_with_their_tokens(tmp_path, short_rounds):
-    """On other workers, with what their versions drew: a replay without deaths has the same trajectories."""
-    kills = Kills(RANKS["replica"], [2], stream_id("kills", 1))
-    made = exact(tmp_path, 2, rollout=PLACED, cluster=POOLS, plugins=short_rounds)
-    run = tiny.run(made, name="run", callbacks=[kills])
-    kills.join()
-    check_once(run, 6, group=4)
-    check_resumed(run, {i for i, row in rows(run).items() if row["step"] > 2})
-    check_same(run, tiny.run(made, name="again", replay=run.directory))
 
 
 @pytest.mark.slow

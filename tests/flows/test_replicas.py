@@ -13,7 +13,7 @@ import pytest
 from tests.errors import raises
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
-from tilth.cluster.controller.lazy import LazyMap
+from tilth.cluster.controller.lazy import LazyBatch, LazyMap
 from tilth.core.batch import Batch, Lease
 from tilth.core.errors import DataError, WorkerLost
 from tilth.engines.protocol import EngineError
@@ -29,19 +29,23 @@ from tilth.roles.rollout import Ended
 class Part:
     """A replica. A sample ends after as many rounds as its id says; ``lost``: raises in a round."""
 
-    def __init__(self):
+    def __init__(self, rank=0):
+        self.mesh = SimpleNamespace(ranks=(rank,))
         self.left, self.seen, self.rounds, self.lost, self.go = {}, [], 0, False, threading.Event()
+        self.again, self.torn = [], set()
         self.versions = ((1, 0),)
         self.go.set()
 
-    def submit(self, asked):
+    def submit(self, asked, again=None):
         self.seen.append(asked["id"].tolist())
         self.left.update((i, i % 5 + 1) for i in self.seen[-1])
+        self.again += [] if again is None else [(self.seen[-1][0], again)]
+        return {i: 3 for i in self.seen[-1]}
 
     def advance(self, *, texts):
         assert self.go.wait(60)
         if self.lost:
-            raise WorkerLost("gone", key="worker.1")
+            raise self.loss()
         self.rounds += 1
         time.sleep(0.002)
         self.left = {i: n - 1 for i, n in self.left.items()}
@@ -53,8 +57,20 @@ class Part:
     def discard(self, ids):
         self.left = {i: n for i, n in self.left.items() if i not in ids}
 
+    def loss(self, ranks=()):
+        error = WorkerLost("gone", key="worker.1")
+        error.ranks = ranks or self.mesh.ranks
+        return error
+
     def collect(self, ids):
-        return Batch({"id": ids})
+        if int(ids[0]) not in self.torn:
+            return Batch({"id": ids})
+
+        def gone():
+            raise self.loss()
+
+        self.torn.remove(int(ids[0]))
+        return LazyBatch(gone)
 
 
 class Beside(Part):
@@ -77,7 +93,7 @@ class Rollout:
     """The group of the replicas."""
 
     def __init__(self, count, kind=Part):
-        self.each, self.done = [kind() for _ in range(count)], []
+        self.each, self.done = [kind(rank) for rank in range(count)], []
 
     def parts(self, axis):
         assert axis == "dp"
@@ -98,6 +114,9 @@ class Rollout:
     def take_up(self):
         self.done.append("up")
 
+    def part(self, axis, places):
+        return places
+
 
 class Store:
     def under(self, lease):
@@ -105,7 +124,8 @@ class Store:
 
 
 def flight(first, size=2):
-    return Flight(first, Batch({"id": np.arange(first, first + size)}), Lease("", str(first), lambda lease: None))
+    asked, lease = Batch({"id": np.arange(first, first + size)}), Lease("", str(first), lambda lease: None)
+    return Flight(first, asked, lease, version=7)
 
 
 @pytest.fixture
@@ -113,9 +133,9 @@ def made():
     """Makes replicas, and stops them."""
     found = []
 
-    def make(count=2, room=4, threaded=True, scorers=None, pull=None, kind=Part):
+    def make(count=2, room=4, threaded=True, scorers=None, kind=Part, **how):
         rollout = Rollout(count, kind)
-        found.append(Replicas(rollout, Store(), room, scorers, threaded=threaded, pull=pull))
+        found.append(Replicas(rollout, Store(), room, scorers, threaded=threaded, **how))
         return rollout, found[-1]
 
     yield make
@@ -327,6 +347,63 @@ def test_what_a_replica_raises_is_raised_in_the_loop(made):
             ask()
 
 
+def test_samples_of_a_lost_replica_go_on_elsewhere_while_it_is_mended(made):
+    """Each group ends once, and the new replica gets others."""
+    mended, asked, notes = threading.Event(), [], []
+
+    def mend(place, error):
+        asked.append((place, error.ranks))
+        assert mended.wait(60)
+        rollout.each[place].lost = False
+        return Publication(1, 1)
+
+    rollout, replicas = made(kind=Beside, mend=mend, note=lambda kind, **fields: notes.append((kind, fields["id"])))
+    gone, other = rollout.each
+    gone.lost = True
+    for first in range(0, 40, 2):
+        replicas.submit(flight(first))
+    ended = waited(replicas, 20)
+    assert asked == [(0, (0,))] and len(ended) == 20 and replicas.living() == [1]
+    torn = [first for first, _ in gone.seen]
+    assert torn and other.again == [(first, 7) for first in reversed(torn)] and replicas.resumed == 2 * len(torn)
+    assert sorted(notes) == sorted(("resume", i) for first in torn for i in (first, first + 1))
+    mended.set()
+    with replicas.aside():  # it waits for all of them
+        assert replicas.living() is rollout
+    seen = len(gone.seen)
+    for first in range(40, 60, 2):
+        replicas.submit(flight(first))
+    assert sorted(waited(replicas, 10)) == [*range(40, 60, 2)] and len(gone.seen) > seen
+
+
+def test_rows_that_are_lost_with_a_replica_are_generated_again(made):
+    forgotten = []
+    scorers = SimpleNamespace(take=lambda ended: None, forget=lambda ended: forgotten.extend(ended))
+    rollout, replicas = made(count=1, scorers=scorers, mend=lambda place, error: None)
+    rollout.each[0].torn = {2}
+    for first in (0, 2):
+        replicas.submit(flight(first))
+    ended = waited(replicas, 2)
+    assert {first: one.rows["id"].tolist() for first, one in ended.items()} == {0: [0, 1], 2: [2, 3]}
+    assert rollout.each[0].again == [(2, 7)] and forgotten == [2, 3]
+
+
+@pytest.mark.parametrize("ranks", [(0,), (9,), (0, 9)])
+def test_a_loss_that_the_run_has_to_recover_from_is_raised_in_the_loop(made, ranks):
+    """The mender raises it, or it is not one of replicas alone."""
+
+    def mend(place, error):
+        raise error
+
+    rollout, replicas = made(count=1, mend=mend)
+    rollout.each[0].lost, loss = True, rollout.each[0].loss(ranks)
+    rollout.each[0].loss = lambda: loss
+    replicas.submit(flight(0))
+    replicas.wait()
+    with raises(WorkerLost, "worker.1"):
+        replicas.whole()
+
+
 def test_replicas_that_have_nothing_are_idle(made):
     _, replicas = made()
     time.sleep(0.05)
@@ -362,7 +439,8 @@ def engines(monkeypatch, tmp_path):
     def submit(replicas, again=None):
         for first, prompt in zip(range(0, 16, 2), (3, 77, 12, 50, 9, 41, 8, 60)):
             asked = small.asked(store, [prompt], 2, first)
-            replicas.submit(Flight(first, asked, Lease("", str(first), lambda lease: None), again))
+            lease = Lease("", str(first), lambda lease: None)
+            replicas.submit(Flight(first, asked, lease, again or 0, again is not None))
 
     def columns(replicas):
         """Columns of each sample of all groups."""

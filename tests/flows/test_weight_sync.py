@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.errors import raises
+from tilth.cluster.controller.lazy import LazyMap
 from tilth.config.schema import Recipe, TrainConfig
 from tilth.core.batch import Handle
-from tilth.core.errors import LogprobMismatch
+from tilth.core.errors import LogprobMismatch, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.flows.weight_sync import Publisher, SyncBounds, check_mismatch
 from tilth.rl.metrics import Metric
@@ -77,6 +78,45 @@ class Nodes:
 
     def under(self, lease):
         return nullcontext()
+
+
+class Pulls(Nodes):
+    """Two replicas, of which one has died when somebody waits for what it takes."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.pulled = error, []
+
+    def part(self, axis, places):
+        return SimpleNamespace(publish=self.publish, pull=lambda *given: self.taken(*places))
+
+    def relay_id(self, target):
+        return ["near"]
+
+    def taken(self, *places):
+        def wait():
+            if 1 in places:
+                raise self.error
+
+        self.pulled += places
+        return LazyMap(wait)
+
+
+def test_a_replica_that_is_lost_takes_nothing_until_it_joins_again():
+    error = WorkerLost("gone", key="weight_sync.pull")
+    error.ranks = (1,)
+    nodes = Pulls(error)
+    publisher = Publisher(nodes, Mesh(("dp",), (1,)), Mesh(("dp",), (2,)), nodes, 3)
+    publisher.publish(0)
+    with raises(WorkerLost, "weight_sync.pull"):  # nobody mends it
+        publisher.publish(1)
+    publisher.apart = (1,)
+    publisher.publish(2)
+    publisher.leave(1)
+    publisher.publish(3)
+    assert publisher.join(1).version == 3
+    publisher.publish(4)
+    assert nodes.pulled == [0, 1, 0, 1, 0, 1, 0, 1] and len(nodes.held) == 1
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -104,6 +104,27 @@ def test_a_torn_frame_ends_what_is_known(tmp_path, cut):
     assert said(PrefixLog(tmp_path, 2, 6, 1).take(asked())) == told(4)
 
 
+def test_a_new_worker_of_an_attempt_writes_behind_what_the_lost_one_has_torn(tmp_path):
+    PrefixLog(tmp_path, 1, 4, 0).write([drawn(0, 4), drawn(4, 8)])
+    (path,) = tmp_path.glob("*.bin")
+    path.write_bytes(path.read_bytes()[:-5])
+    new = PrefixLog(tmp_path, 1, 4, 0)
+    new.write([drawn(4, 9)])
+    assert said(PrefixLog(tmp_path, 1, 4, 1).take(asked())) == told(9)
+    new.forget(4)  # those of the lost one, too
+    assert not [*tmp_path.glob("*.bin")]
+
+
+def test_a_sample_that_began_again_under_other_weights_is_that_of_the_weights(tmp_path):
+    """Also where its replica has died: both courses are of one attempt."""
+    first, again = drawn(0, 4)._replace(versions=[(3, 4)]), drawn(0, 3)._replace(versions=[(3, 5)])
+    PrefixLog(tmp_path, 1, 4, 0).write([first])
+    log = PrefixLog(tmp_path, 1, 4, 1)
+    log.write([again._replace(tokens=again.tokens + 50)])
+    assert said(log.take(asked(), 5)) == [9, 8, 7, 150, 151, 152] and said(log.take(asked(), 4)) == told(4)
+    assert log.take(asked(), 6) is None
+
+
 def test_one_version_where_a_sample_has_one(tmp_path):
     log = PrefixLog(tmp_path, 1, 4, 0)
     log.write([drawn(0, 4), drawn(0, 8, asked(1))])

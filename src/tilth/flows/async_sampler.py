@@ -12,9 +12,9 @@ them.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.lazy import resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.core.batch import Batch, Lease, concat
+from tilth.core.errors import WorkerLost
 from tilth.engines.protocol import EngineError
 from tilth.flows.ledger import Ledger, SampleGroup
 from tilth.flows.replicas import Flight, Replicas
@@ -38,18 +39,38 @@ FLYING = "flying"
 """Folder of the tokens of samples in flight (``rollout.prefix_log``)."""
 
 
+class WorkerRepair(Protocol):
+    """Replaces workers of a run beside those that go on."""
+
+    def watch(self, ranks: Collection[int]) -> bool:
+        """Let the loss of each of these workers concern only who waits for it, until a recovery of the run; False: it
+        concerns the run."""
+
+    def replace(self, error: WorkerLost, step: int) -> None:
+        """Replace the worker that was lost after this step, with its roles. Raises ``error`` where the run has to
+        recover from it."""
+
+
 class AsyncSampler(Sampler):
     """A sampler whose samples may be of earlier versions of the policy, within the recipe's bound."""
 
     def __init__(
-        self, *given: Any, store: LeasedStore, events: AsyncLog, attempt: int = 1, publisher: Publisher | None = None
+        self,
+        *given: Any,
+        store: LeasedStore,
+        events: AsyncLog,
+        attempt: int = 1,
+        publisher: Publisher | None = None,
+        repair: WorkerRepair | None = None,
     ) -> None:
         """given: as of ``Sampler``; events: the log of the run, beside which replicas log tokens in ``FLYING``;
-        attempt: of the run, which counts up; publisher: of weights that each replica takes in its own time
-        (``rollout.inflight = "finish"``), None: all take them at once."""
+        attempt: of the run, which counts up; publisher: of weights that replicas take from a relay, None: all take them
+        at once; repair: of replicas that are lost, None: the run recovers from it."""
         super().__init__(*given)
         self.store, self._log, self._opened, self._attempt = store, events, False, attempt
-        self._publisher = publisher
+        self._publisher, self._repair = publisher, repair
+        self._own_time = publisher is not None and self.recipe.rollout.inflight == "finish"
+        """Each replica takes weights in its own time."""
         self.journal.waits = lambda i: i not in self.state.consumed and i not in self.state.dropped
         self.ledger: Ledger | None = None
         self.replicas: Replicas | None = None
@@ -63,6 +84,8 @@ class AsyncSampler(Sampler):
         self._freed: list[Lease] = []
         """Leases of groups that this step has consumed or dropped."""
         self._published: int | None = None
+        self._least = 0
+        """Lowest id of the samples that this attempt goes on with."""
         self._refills, self._held = False, False
         self._waited, self._since = 0.0, time.monotonic()
 
@@ -181,8 +204,7 @@ class AsyncSampler(Sampler):
                 sent.append((group, self._load(row, **then)))
         for group, asked in sent:  # all are sent before the first is waited for
             known = self._attempt > 1 and group.version <= replicas.version
-            least = group.version if known else None
-            replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first], least))
+            replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first], group.version, known))
 
     def _note_ended(self, ledger: Ledger, replicas: Replicas) -> None:
         """Enter the groups that have ended in the books."""
@@ -250,17 +272,38 @@ class AsyncSampler(Sampler):
                 note=self.events.append,
                 version=self.state.version,
                 limits=holds if r.repack else None,
-                pull=None if self._publisher is None else self._pull,
+                pull=self._pull if self._own_time else None,
+                mend=self._mend if self._may_mend(rollout) else None,
             )
-            least = min((first for first, *_ in self.state.flying), default=0)
-            self._log_tokens(rollout, least=least, keeps=repeats(self.recipe))
-            if self._publisher is not None:
+            self._least = min((first for first, *_ in self.state.flying), default=0)
+            self._log_tokens(rollout, least=self._least, keeps=repeats(self.recipe))
+            if self._publisher is not None and self._own_time:
                 self._publisher.offer = self.replicas.offer
         return self.replicas
 
     def _log_tokens(self, rollout: WorkerGroup, **how: Any) -> None:
         """Let replicas log what they draw and hear. how: as of ``RolloutWorker.log_to``."""
         rollout.log_to(str(self._log.path.parent.resolve() / FLYING), self._attempt, self.state.version, **how)
+
+    def _may_mend(self, rollout: WorkerGroup) -> bool:
+        """True if replicas can be replaced beside the others: they take weights by themselves, each is one worker, and
+        none holds environments. Their losses are theirs then."""
+        ranks = rollout.mesh.ranks
+        able = self._publisher is not None and not self.recipe.rollout.environment
+        if not able or self._repair is None or rollout.mesh.size("dp") < len(ranks) or not self._repair.watch(ranks):
+            return False
+        assert self._publisher is not None
+        self._publisher.apart = ranks
+        return True
+
+    def _mend(self, place: int, error: WorkerLost) -> Publication:
+        """Replace a replica, in a thread of its own; return the weights that it takes."""
+        assert self._publisher is not None and self._repair is not None
+        self._publisher.leave(place)
+        self._repair.replace(error, self.state.step)
+        part = self._engines().part("dp", [place])
+        self._log_tokens(part, least=self._least, keeps=repeats(self.recipe))
+        return self._publisher.join(place)
 
     def _pull(self, replica: int) -> Publication:
         """Let a replica take the newest weights, before what it is asked for next."""
@@ -342,7 +385,7 @@ class AsyncSampler(Sampler):
         if self.replicas is not None:
             self.replicas.rollout.forget(self.state.drawn.get("samples", 0))
             self.replicas.drop()
-            if self._publisher is not None:
+            if self._publisher is not None and self._own_time:
                 self._publisher.pull()
         self._freed += [*self._leases.values()]
         self._leases, self.ledger, self.replicas, self._held = {}, None, None, False
@@ -385,7 +428,11 @@ class AsyncSampler(Sampler):
         add("fully_async/trainer/idle_ratio", min(1.0, self._waited / max(now - self._since, 1e-9)))
         add("fully_async/trainer/idle_seconds", self._waited)
         add("fully_async/rollouter/idle_ratio", replicas.idle_share())
-        self._measure_engines(replicas.rollout)
+        try:
+            if (living := replicas.living()) is not None:
+                self._measure_engines(living)
+        except WorkerLost as error:  # their counts are lost with it, or come with the next step's
+            replicas.check_lost(error)
         self._waited, self._since = 0.0, now
 
 

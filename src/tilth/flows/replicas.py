@@ -4,7 +4,8 @@ A sample can go on elsewhere from the tokens that its replica has logged: a repl
 one takes it up, with the same random numbers.
 
 One thread keeps a round of each replica in flight, so that the loop's own calls never wait for more than a round; no
-replica waits for the round of another one. With the inline backend there is no thread: rounds are run where the loop
+replica waits for the round of another one, nor for one that is lost: its samples go to the others, and its worker is
+replaced beside them (``mend``). With the inline backend there is no thread: rounds are run where the loop
 waits, and ``AHEAD`` of them for each batch.
 """
 
@@ -21,7 +22,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.lazy import resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.core.batch import Batch, Lease, concat
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, WorkerLost
 from tilth.engines.protocol import EngineError
 from tilth.flows.generation import Scorers
 from tilth.plan.repack import ReplicaLimits, repack
@@ -42,19 +43,22 @@ LOOK = 1.0
 
 @dataclass(eq=False)
 class Flight:
-    """A group of samples on its way. asked: rows that ask for them; lease: of its payload; again: version
-    of their begin, if an earlier attempt may have begun them: they go on from what it has logged of this one or newer
-    ones."""
+    """A group of samples on its way. asked: rows that ask for them; lease: of its payload; version: of their begin;
+    again: True if an earlier attempt, or a replica that was lost, may have begun them: they go on from what is logged
+    of this version or newer ones."""
 
     first: int
     asked: Batch
     lease: Lease
-    again: int | None = None
+    version: int = 0
+    again: bool = False
     places: set[int] = field(default_factory=set)
     """Replicas on which samples of it have ended."""
     ended: dict[int, Ended] = field(default_factory=dict)
     rows: Batch | None = None
-    """What the replica has generated, when all samples have ended; lazy."""
+    """What replicas have generated, when all samples have ended and ``whole`` has returned it."""
+    parts: list[Batch] = field(default_factory=list)
+    """The same of each replica; lazy."""
     since: float = 0.0
     """When they had, in monotonic seconds."""
 
@@ -74,14 +78,17 @@ class Replicas:
         version: int = 0,
         limits: ReplicaLimits | None = None,
         pull: Callable[[int], Publication] | None = None,
+        mend: Callable[[int, WorkerLost], Publication] | None = None,
     ) -> None:
         """room: samples in flight that a replica takes; scorers: get what has ended; note: is called with the events
         "resume" and "move" of ``runs.events``; version: of the weights under which samples go on that were begun
         before; limits: of a replica to which samples move, None: none does; pull: lets a replica take the newest
         weights (``rollout.inflight = "finish"``) once none of its samples is in flight, so that each has one version,
-        and until then it begins no others; None: weights come between two rounds."""
+        and until then it begins no others; None: weights come between two rounds; mend: replaces the worker of a
+        replica that is lost, in a thread of its own, and returns the weights that it has then; it raises what the loop
+        is to hear; None: the loop hears of every loss."""
         self.rollout, self.store, self.room, self.scorers = rollout, store, room, scorers
-        self.note, self.version, self.limits, self._pull = note, version, limits, pull
+        self.note, self.version, self.limits, self._pull, self._mend = note, version, limits, pull, mend
         self.below: int | None = None
         """The replicas are to forget the tokens of samples below this id."""
         self.moved = self.resumed = 0
@@ -98,6 +105,11 @@ class Replicas:
         self._queue, self._whole = deque[Flight](), deque[Flight]()
         self._discarded = set[int]()
         """First ids of groups to forget before the next round."""
+        self._lost = set[int]()
+        """Replicas without a worker."""
+        self._torn = list[Flight]()
+        """Groups that have ended, and of which rows were lost with a replica."""
+        self._menders = list[threading.Thread]()
         self._changed = threading.Condition()
         self._holds, self._still, self._stopped = 0, True, False
         self._error: BaseException | None = None
@@ -122,12 +134,41 @@ class Replicas:
             self._changed.notify_all()
 
     def whole(self) -> list[Flight]:
-        """Return the groups that have ended since the last call, in this order. Raises what a replica has raised."""
+        """Return the groups that have ended since the last call, in this order, with their rows. Raises what a replica
+        has raised."""
         with self._changed:
             self._check()
             found = [*self._whole]
             self._whole.clear()
-        return found
+        return [flight for flight in found if self._has_rows(flight)]
+
+    def _has_rows(self, flight: Flight) -> bool:
+        """Bring the rows of a group that has ended; False: some were lost with a replica, and it goes on again."""
+        try:
+            found = [resolved(one) for one in flight.parts]
+        except WorkerLost as error:
+            self.check_lost(error)
+            with self._changed:
+                self._torn.append(flight)
+                self._changed.notify_all()
+            return False
+        if len(found) == 1:
+            flight.rows = found[0]
+        elif found:  # samples of it have moved
+            rows = concat(found)
+            flight.rows = rows.select(np.argsort(rows["id"]))
+        return True
+
+    def check_lost(self, error: WorkerLost) -> None:
+        """Raise the loss of a worker, unless it is that of a replica, which is mended once a round ends with it."""
+        if self._mend is None or not self._places(error):
+            raise error
+
+    def living(self) -> WorkerGroup | None:
+        """Return the replicas that have a worker, as far as it is known; None without any."""
+        with self._changed:
+            living = [place for place in range(len(self._parts)) if place not in self._lost]
+        return self.rollout if len(living) == len(self._parts) else self.rollout.part("dp", living) if living else None
 
     def discard(self, first: int) -> None:
         """Forget a group that is queued or in flight; ``whole`` returns it as far as it is."""
@@ -172,6 +213,10 @@ class Replicas:
         replicas raises the same."""
         self.hold()
         try:
+            with self._changed:
+                while self._lost and self._error is None:
+                    self._changed.wait(LOOK)
+                self._check()
             while self._pull is not None and (self._rounds or any(self._flying)):
                 self._round(begin=False)
             self._pull_due()
@@ -199,6 +244,8 @@ class Replicas:
             self._changed.notify_all()
         if self._thread is not None:  # one that hangs for longer asks no replica any more: see ``_part``
             self._thread.join(PATIENCE)
+        for mender in self._menders:  # by the limits of its calls
+            mender.join()
 
     def drop(self) -> None:
         """Drop what was in flight, once the rounds have ended, and scores that nobody asks for."""
@@ -221,9 +268,12 @@ class Replicas:
     def _run(self) -> None:
         try:
             while self._goes_on():
-                if not (self._holds or self._stopped):
-                    self._begin_rounds()
-                self._end_rounds()
+                try:
+                    if not (self._holds or self._stopped):
+                        self._begin_rounds()
+                    self._end_rounds()
+                except WorkerLost as error:
+                    self._lose(error)
         except BaseException as error:  # noqa: BLE001 - the loop's thread raises it
             with self._changed:
                 self._error = error
@@ -234,14 +284,18 @@ class Replicas:
         stays so while the loop holds the rounds, and runs its own."""
         with self._changed:
             while not self._stopped and (
-                (self._holds and self._still)
-                or not (self._rounds or (not self._holds and (self._queue or any(self._flying) or self._due())))
+                (self._holds and self._still) or not (self._rounds or (not self._holds and self._has_work()))
             ):
                 self._still = True
                 self._changed.notify_all()
                 self._changed.wait(LOOK)
             self._still = False
             return bool(self._rounds) or not self._stopped
+
+    def _has_work(self) -> bool:
+        """True if a replica has something to generate or to take. (Called with the lock.)"""
+        queued = bool(self._queue or self._torn) and len(self._lost) < len(self._parts)
+        return queued or any(self._flying) or bool(self._due())
 
     def _part(self, place: int) -> WorkerGroup:
         """Return a replica for a call. EngineError once the rounds are stopped: the next attempt may have it."""
@@ -256,9 +310,13 @@ class Replicas:
 
     def _begin_rounds(self, *, begin: bool = True) -> None:
         """Hand out groups, if some may ``begin``, and let each replica with samples generate for a round."""
+        with self._changed:
+            torn, self._torn = self._torn, []
+        for flight in torn:
+            self._go_again(flight)
         self._end_discarded()
-        if self.below is not None:
-            self.rollout.forget(self.below)
+        if self.below is not None and (living := self.living()) is not None:
+            living.forget(self.below)
             self.below = None
         self._pull_due()
         if begin:
@@ -308,7 +366,8 @@ class Replicas:
 
     def _due(self) -> list[int]:
         """Return the replicas that wait for the newest weights and have nothing in flight."""
-        return [place for place, has in enumerate(self._has) if has != self._newest and not self._flying[place]]
+        behind = (place for place, has in enumerate(self._has) if has != self._newest and not self._flying[place])
+        return [place for place in behind if place not in self._lost]
 
     def _pull_due(self) -> None:
         """Let replicas take the newest weights where it is time; what they are asked for next waits for it."""
@@ -322,9 +381,9 @@ class Replicas:
         for weights."""
         while True:
             with self._changed:  # a group is never of newer weights in the books than in the replica that gets it
-                places = [place for place, has in enumerate(self._has) if has == self._newest]
+                places = [p for p, has in enumerate(self._has) if has == self._newest and p not in self._lost]
                 # The answer of a resume is waited for, which a round would delay.
-                if self._queue and self._queue[0].again is not None:
+                if self._queue and self._queue[0].again:
                     places = [place for place in places if place not in self._rounds]
                 place = min(places, key=lambda p: len(self._flying[p]), default=None)
                 if place is None or not self._queue:
@@ -333,15 +392,15 @@ class Replicas:
                 if flying and len(flying) + len(self._queue[0].asked) > self.room:
                     return
                 flight = self._queue.popleft()
-            if flight.again is not None:
-                self._resume(place, flight, flight.again)
+            flying.update((i, flight) for i in flight.asked["id"].tolist())
+            if flight.again:
+                self._resume(place, flight)
             else:
                 self._part(place).submit(flight.asked)
-            flying.update((i, flight) for i in flight.asked["id"].tolist())
 
-    def _resume(self, place: int, flight: Flight, least: int) -> None:
+    def _resume(self, place: int, flight: Flight) -> None:
         """Let samples go on from what is known of each; the others begin."""
-        found = resolved(self._part(place).submit(flight.asked, again=least))
+        found = resolved(self._part(place).submit(flight.asked, again=flight.version))
         for i, count in found.items():
             self.note("resume", id=i, tokens=count, version=self.version)
         self.resumed += len(found)
@@ -413,16 +472,65 @@ class Replicas:
                 )
             if len(flight.ended) == len(flight.asked):
                 with self.store.under(flight.lease):
-                    flight.rows = self._collect(flight)
+                    asked = flight.asked["id"]
+                    flight.parts = [self._part(place).collect(asked) for place in sorted(flight.places)]
                 flight.since = time.monotonic()
                 with self._changed:
                     self._whole.append(flight)
                     self._changed.notify_all()
 
-    def _collect(self, flight: Flight) -> Batch:
-        """Return the rows of a group, lazy unless samples of it have moved."""
-        found: list[Batch] = [self._part(place).collect(flight.asked["id"]) for place in sorted(flight.places)]
-        if len(found) == 1:
-            return found[0]
-        whole = concat([resolved(one) for one in found])
-        return whole.select(np.argsort(whole["id"]))
+    # ---- replicas that are lost ----
+
+    def _places(self, error: WorkerLost) -> list[int]:
+        """Return the replicas whose workers were lost; none if others were lost, too."""
+        ranks = {rank: place for place, part in enumerate(self._parts) for rank in part.mesh.ranks}
+        return [ranks[rank] for rank in error.ranks] if set(error.ranks) <= ranks.keys() else []
+
+    def _lose(self, error: WorkerLost) -> None:
+        """Give the samples of a lost replica to the others, and begin to mend it. Raises any other loss."""
+        self.check_lost(error)
+        if self._stopped:
+            raise error
+        for place in self._places(error):
+            with self._changed:
+                if place in self._lost:
+                    raise error
+                self._lost.add(place)
+            self._rounds.pop(place, None)
+            flights = dict.fromkeys(flight for flying in self._flying for flight in flying.values())
+            for flight in flights:
+                if place in flight.places or flight in self._flying[place].values():
+                    self._go_again(flight)
+            self._menders.append(threading.Thread(target=self._bring_back, args=(place, error), daemon=True))
+            self._menders[-1].start()
+
+    def _go_again(self, flight: Flight) -> None:
+        """Queue a group of which a replica was lost: all of its samples go on from what is logged of them."""
+        for place, flying in enumerate(self._flying):
+            here = [i for i, one in flying.items() if one is flight]
+            for i in here:
+                del flying[i]
+            if place in self._lost:
+                continue
+            if here := [*here, *(flight.ended if place in flight.places else ())]:
+                self._part(place).discard(here)
+        if flight.ended:
+            self.forget(flight)
+        flight.ended, flight.places, flight.parts, flight.again = {}, set(), [], True
+        with self._changed:
+            self._queue.appendleft(flight)
+
+    def _bring_back(self, place: int, error: WorkerLost) -> None:
+        """Mend a replica; what it cannot recover from, the loop raises."""
+        assert self._mend is not None
+        try:
+            has = self._mend(place, error)
+        except BaseException as found:  # noqa: BLE001 - the loop's thread raises it
+            with self._changed:
+                self._error = self._error or found
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._has[place] = None if self._newest is None else has
+            self._lost.discard(place)
+            self._changed.notify_all()

@@ -21,7 +21,7 @@ from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, StorageError
 from tilth.core.random import stream
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW
-from tilth.flows.async_sampler import AsyncSampler
+from tilth.flows.async_sampler import AsyncSampler, WorkerRepair
 from tilth.flows.callbacks import Callback, load_states, notify, states
 from tilth.flows.heldout import Evaluator
 from tilth.flows.replay_sampler import ReplaySampler
@@ -68,10 +68,11 @@ class Run:
         collect_garbage: Callable[[int], None] = lambda step: None,
         snapshots: Snapshots | None = None,
         followed: np.ndarray | None = None,
+        repair: WorkerRepair | None = None,
     ) -> None:
         """say: log a line and show it; adopt: checkpoint whose optimizer state the first phase begins with;
         collect_garbage: called at the end of each step; snapshots: where its states are kept in memory; followed:
-        the teacher of each prompt (``launch.build.followed_teachers``)."""
+        the teacher of each prompt (``launch.build.followed_teachers``); repair: of engines beside training."""
         self.recipe, self.algorithm = recipe, Algorithm.of(recipe)
         self.roles, self.store, self.directory, self.callbacks = roles, store, directory, callbacks
         self.policy, self.loader = roles.policy, roles["loader"]
@@ -94,8 +95,7 @@ class Run:
             if again is not None:
                 self.sampler = ReplaySampler(*given, replay=again, **how)
             else:
-                publisher = self._publisher if recipe.rollout.inflight == "finish" else None
-                self.sampler = AsyncSampler(*given, publisher=publisher, **how)
+                self.sampler = AsyncSampler(*given, publisher=self._publisher, repair=repair, **how)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
         self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
         self.kept_in_memory = True

@@ -3,7 +3,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from tilth.cluster.controller.lazy import resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Lease
-from tilth.core.errors import LogprobMismatch
+from tilth.core.errors import LogprobMismatch, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.rl.metrics import Metric
 from tilth.roles.relay import Publication
@@ -60,11 +60,14 @@ class Publisher:
         self.sent_bytes = 0
         """Of the newest of them."""
         self._policy = weight_sync.part("to", [place(rank) for rank in policy.ranks])
-        self._rollout = weight_sync.part("to", [place(rank) for rank in rollout.ranks])
         engines = [rollout.only("dp", [i]).ranks for i in range(rollout.size("dp"))]
         self._replicas = [weight_sync.part("to", list(map(place, ranks))) for ranks in engines]
         self.offer: Callable[[Publication], None] | None = None
         self._newest = Publication(0, -1)
+        self.apart: Collection[int] = ()
+        """Ranks whose loss is for others to find, and to mend: see ``leave``."""
+        self._left = set[int]()
+        """Replicas that are lost."""
         self._pulls: list[Any] = []
         self._lease: Lease | None = None
         self._lock = threading.Lock()
@@ -92,10 +95,27 @@ class Publisher:
     def pull(self, replica: int | None = None) -> Publication:
         """Let a replica, None: each, take what was published last, before what it is asked for next; return that."""
         with self._lock:
-            self._lease = self._lease or self.store.lease("weights")
-            group = self._rollout if replica is None else self._replicas[replica]
-            with self.store.under(self._lease):  # not the step's, which ends without them
-                self._pulls.append(group.pull("rollout", self._newest, self._sent))
+            self._send([replica] if replica is not None else [*range(len(self._replicas))])
+            return self._newest
+
+    def _send(self, replicas: Sequence[int]) -> None:
+        """Let these replicas, but lost ones, pull. (Called with the lock.)"""
+        self._lease = self._lease or self.store.lease("weights")
+        with self.store.under(self._lease):  # not the step's, which ends without them
+            for place in (place for place in replicas if place not in self._left):
+                self._pulls.append(self._replicas[place].pull("rollout", self._newest, self._sent))
+
+    def leave(self, replica: int) -> None:
+        """Let a replica that is lost take nothing, until ``join``."""
+        with self._lock:
+            self._left.add(replica)
+
+    def join(self, replica: int) -> Publication:
+        """Let a new replica take what was published last, before what it is asked for next, and what comes after it;
+        return that."""
+        with self._lock:
+            self._left.discard(replica)
+            self._send([replica])
             return self._newest
 
     def _pack(self) -> None:
@@ -124,7 +144,11 @@ class Publisher:
     def _wait(self) -> None:
         if self._lease is not None:
             for pull in self._pulls:
-                resolved(pull)
+                try:
+                    resolved(pull)
+                except WorkerLost as error:
+                    if not set(error.ranks).issubset(self.apart):
+                        raise
             self._lease.release()
             self._pulls, self._lease = [], None
 

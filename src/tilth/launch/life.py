@@ -44,7 +44,6 @@ from tilth.flows.roles import Roles
 from tilth.flows.run import Run
 from tilth.flows.saving import Saving
 from tilth.flows.supervised import preference, supervised
-from tilth.guard.snapshots import Snapshots
 from tilth.launch.balance_costs import CostFits
 from tilth.launch.build import Dataset, RunParts, build
 from tilth.launch.checks import check_algorithm, in_scripts, replaced, unused
@@ -215,7 +214,7 @@ def _train(
         plans = [LoaderPlans(parts)] if parts.recipe.data.loaders else []
         compiling = CompileCost(parts.recipe, parts.config, parts.roles.policy)
         watches = [health, survival, CostFits(parts, cluster), compiling, *plans, *callbacks, profiling]
-        make = partial(_run, parts, cluster, directory, watches, stop, say, survival.snapshots, updates)
+        make = partial(_run, parts, cluster, directory, watches, stop, say, survival, updates)
         life = LifeOfRun(make, survival, profiling, updates, handed)
         return life.live(fallback=fallback)
 
@@ -479,7 +478,7 @@ def _run(
     callbacks: Sequence[Callback],
     stop: StopRequest,
     say: Callable[[str], None],
-    snapshots: Snapshots | None,
+    survival: Survival,
     updates: HotUpdates | None,
 ) -> Run:
     """Make the run of an attempt, each of whose commits updates see."""
@@ -493,7 +492,8 @@ def _run(
     run = Run(
         parts.recipe, parts.roles, parts.train, parts.heldout, cluster.store, directory, callbacks,
         saving=Saving(parts.recipe, directory, parts.roles.stateful_roles(), metrics, say), stop=stop, metrics=metrics,
-        say=say, adopt=parts.adopt, collect_garbage=collect_garbage, snapshots=snapshots, followed=parts.followed,
+        say=say, adopt=parts.adopt, collect_garbage=collect_garbage, snapshots=survival.snapshots,
+        followed=parts.followed, repair=survival,
     )  # fmt: skip
     if updates is not None:
         run.after_step = updates.after_step

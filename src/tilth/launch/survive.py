@@ -5,6 +5,7 @@ cluster, and the run goes on from its last committed step, with the state from s
 disk if not. A training loop does not know of it: ``launch`` begins its phase again, as it does after a restart.
 """
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -58,19 +59,29 @@ class Survival(Callback):
         """True if no role that trains may be kept."""
         self._full: float | None = None
         """When the step that is run again until there is room for it first failed."""
+        self._one = threading.Lock()
+        """Held by a recovery, and while a worker is replaced beside the others."""
+        self._beside: list[str] = []
+        """Lines about these, which the next step logs."""
+        self._decided: tuple[TilthError, Action] | None = None
+        """Failure of a worker beside the others from which the run has to recover, and how."""
 
     def recover(self, error: TilthError, step: int) -> Action:
         """Recover from a failure after this committed step; return what was done. Raises the error if it is hopeless.
 
         After a "rollback" the state must come from a checkpoint on disk, also if replacing a worker followed.
         """
+        self.cluster.dispatch.apart = ()
+        with self._one:
+            return self._recover(error, step)
+
+    def _recover(self, error: TilthError, step: int) -> Action:
         rollback = False
         while True:
             if self.cluster.dispatch.failed is not None:  # it was not kept
                 raise error
             began, verdict = time.monotonic(), self._judge(error)
-            nodes = NOWHERE if self.cluster.repairable is None else Nodes(*self.cluster.repairable.nodes())
-            action = self.recovery.decide(verdict, step, began, nodes)
+            action = self._decide(error, verdict, step, began)
             if verdict is None or action.step == "stop":
                 if verdict is not None and verdict.details.get("culprits"):
                     self.say(_first_line(verdict, step))
@@ -83,6 +94,46 @@ class Survival(Callback):
                 return replace(action, step="rollback") if rollback else action
             except TilthError as another:  # a second failure during the recovery from the first
                 error = another
+
+    def _decide(self, error: TilthError, verdict: Verdict | None, step: int, now: float) -> Action:
+        """Return what to do about a failure; it is decided once."""
+        known, self._decided = self._decided, None
+        if known is not None and known[0] is error:
+            return known[1]
+        nodes = NOWHERE if self.cluster.repairable is None else Nodes(*self.cluster.repairable.nodes())
+        return self.recovery.decide(verdict, step, now, nodes)
+
+    # ---- beside workers that go on (``flows.async_sampler.WorkerRepair``) ----
+
+    def watch(self, ranks: Collection[int]) -> bool:
+        """Let the loss of each of these workers concern only who waits for it, until a recovery; False where the run
+        has to recover: they have other roles, or no worker of this backend is replaced beside others."""
+        groups = [group.role for group in self.cluster.groups if not set(ranks).isdisjoint(group.mesh.ranks)]
+        able = isinstance(self.cluster.backend, LocalBackend) and bool(self.restarts)
+        if not able or not {*groups} <= {"rollout", WEIGHT_SYNC}:
+            return False
+        self.cluster.dispatch.apart = frozenset(ranks)
+        return True
+
+    def replace(self, error: WorkerLost, step: int) -> None:
+        """Replace the worker that was lost after this step, with its roles, while others work. Raises ``error`` where
+        the run has to recover from it, another TilthError if the worker cannot be replaced."""
+        with self._one:
+            began, verdict = time.monotonic(), verdict_of(error)
+            assert verdict is not None
+            verdict = with_cause(verdict)
+            action = self._decide(error, verdict, step, began)
+            if action.step != "replace" or action.ranks != error.ranks or len(action.ranks) != 1:
+                self._decided = error, action
+                raise error
+            self._beside.append(_first_line(verdict, step))
+            self.cluster.renew(*action.ranks)
+            self._replaced.update(action.ranks)
+            took = round(time.monotonic() - began, 3)
+            made = [group.role for group in self.cluster.groups if action.ranks[0] in group.mesh.ranks]
+            record = _record(verdict, action, step, [*action.ranks], made, began)
+            self.directory.note_replaced({**record, "beside": took})
+            self._beside.append(f"worker {action.ranks[0]} is new, {took:.1f} s later; the others went on")
 
     def _longer(self, verdict: Verdict) -> str:
         """Return what to do if nothing hangs and the limit is below the length of an operation."""
@@ -109,7 +160,9 @@ class Survival(Callback):
         return replace(verdict, details={**verdict.details, "node": found.as_dict()})
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Tell that a step which had no room is complete."""
+        """Tell that a step which had no room is complete, and what was replaced beside it."""
+        while self._beside:
+            self.say(self._beside.pop(0))
         if self._full is not None:
             self.say(f"there is room again, {time.monotonic() - self._full:.1f} s later: step {step} is complete")
             self._full = None

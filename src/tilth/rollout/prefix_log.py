@@ -12,7 +12,7 @@ import re
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ _FRAME = struct.Struct("<qqqIII")
 """Request, its group, number of tokens of its completion before these, bytes of the facts and of the columns, CRC-32 of
 both."""
 _BEGUN = re.compile(r"attempt-(\d+)-from-(\d+)")
-_PART = re.compile(r"attempt-(\d+)-rank-(\d+)-part-\d+\.bin")
+_PART = re.compile(r"attempt-(\d+)-rank-(\d+)-part-(\d+)\.bin")
 
 
 class DrawnTokens(NamedTuple):
@@ -99,11 +99,14 @@ class PrefixLog:
         """attempt: of the run, which counts up; version: of the policy that it begins with: what earlier attempts have
         drawn under later versions is void. StorageError."""
         self.folder, self.attempt, self.rank = folder, attempt, rank
-        self._part = 0
         self._known: dict[Path, _Frames] = defaultdict(_Frames)
         with writing(folder):
             make_folder(folder)
             (folder / f"attempt-{attempt:06d}-from-{version}").touch()
+            names = [_PART.fullmatch(name) for name in os.listdir(folder)]
+        mine = [int(m[3]) for m in names if m and (int(m[1]), int(m[2])) == (attempt, rank)]
+        self._part = 1 + max(mine, default=-1)
+        """Behind those of a worker that was lost in this attempt, of which the last one may be torn."""
 
     def write(self, drawn: Sequence[DrawnTokens]) -> None:
         """Append what samples have drawn. StorageError."""
@@ -116,7 +119,8 @@ class PrefixLog:
     def take(self, request: Request, version: int | None = None, least: int = 0) -> Trajectory | None:
         """Return what the newest attempt that knows a token of a request has of it, for one that asks for the same;
         None without a token. Its finish is "aborted" unless all of it is there. version: that must have drawn all of
-        it, where a sample has one; None: it may have several. least: the oldest that may have drawn some of it."""
+        it, where a sample has one, so that one which has begun again under other weights is that of these; None: it
+        may have several. least: the oldest that may have drawn some of it."""
         begun, parts = dict[int, int](), defaultdict[int, list[Path]](list)
         for name in sorted(os.listdir(self.folder)):
             if match := _BEGUN.fullmatch(name):  # of the version that the first phase of an attempt began with
@@ -124,7 +128,10 @@ class PrefixLog:
             elif match := _PART.fullmatch(name):
                 parts[int(match[1])].append(self.folder / name)
         for attempt in sorted(begun, reverse=True):
-            if drawn := self._read(request, parts[attempt]):
+            if frames := self._frames(request, parts[attempt]):
+                drawn = _in_order(one for one in frames if version in (None, *_only(one)))
+                if not drawn:
+                    return None
                 void = min((one for later, one in begun.items() if later > attempt), default=None)
                 found = _joined(request, drawn, void)
                 if found is None or found.versions[0][1] < least:
@@ -158,19 +165,14 @@ class PrefixLog:
                 known.end, known.newest = end, max(group, known.newest)
         return known
 
-    def _read(self, request: Request, parts: Sequence[Path]) -> list[DrawnTokens]:
-        """Return what files of an attempt have of a request, in order, up to what is missing or torn."""
+    def _frames(self, request: Request, parts: Sequence[Path]) -> list[DrawnTokens]:
+        """Return what files of an attempt have of a request, without what is torn."""
         found = list[DrawnTokens]()
         for path in parts:
             if places := self._scan(path).places.get(request.id):
                 with suppress(FileNotFoundError), open(path, "rb") as file:
                     found += filter(None, (_frame(file, place, request) for place in places))
-        end, whole = 0, list[DrawnTokens]()
-        for one in sorted(found, key=lambda one: (one.start, len(one.tokens), one.finish is not None)):
-            if one.start <= end <= one.start + len(one.tokens):  # a sample that moved is there twice up to its move
-                whole.append(one.after(end))
-                end = one.start + len(one.tokens)
-        return whole
+        return found
 
 
 def _frame(file: BinaryIO, place: int, request: Request) -> DrawnTokens | None:
@@ -179,6 +181,16 @@ def _frame(file: BinaryIO, place: int, request: Request) -> DrawnTokens | None:
     _, _, start, head, columns, checksum = _FRAME.unpack(file.read(_FRAME.size))
     data = file.read(head + columns)
     return DrawnTokens.decoded(request, start, data[:head], data[head:]) if zlib.crc32(data) == checksum else None
+
+
+def _in_order(frames: Iterable[DrawnTokens]) -> list[DrawnTokens]:
+    """Return frames of a request in order, up to what is missing."""
+    end, whole = 0, list[DrawnTokens]()
+    for one in sorted(frames, key=lambda one: (one.start, len(one.tokens), one.finish is not None)):
+        if one.start <= end <= one.start + len(one.tokens):  # a sample that moved is there twice up to its move
+            whole.append(one.after(end))
+            end = one.start + len(one.tokens)
+    return whole
 
 
 def _drawn_by(request: Request) -> int:
@@ -212,8 +224,8 @@ def _joined(request: Request, drawn: Sequence[DrawnTokens], void: int | None) ->
     )
 
 
-def _only(t: Trajectory) -> list[int]:
-    """Return the version that drew all of a trajectory; none if there are several."""
+def _only(t: Trajectory | DrawnTokens) -> list[int]:
+    """Return the version that drew all of a trajectory up to here; none if there are several."""
     return [version for _, version in t.versions[:1]] if len(t.versions) == 1 else []
 
 

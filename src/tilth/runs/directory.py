@@ -278,6 +278,11 @@ class RunDir:
         self._append(RECOVERIES, {"attempt": self.attempt, **record, "lost": round(max(spent, 0.0), 3)})
         self._committed = time.monotonic()
 
+    def note_replaced(self, record: Mapping[str, Any]) -> None:
+        """Record that a worker was replaced beside the others, which cost the run no time. record: as of ``recover``;
+        ``beside``: seconds until the worker was new. Any thread may call it."""
+        self._append(RECOVERIES, {"attempt": self.attempt, **record, "seconds": 0.0, "lost": 0.0})
+
     def note_late(self, record: Mapping[str, Any]) -> None:
         """Record a failure after the end of the run, which lost nothing. record: as of ``recover``."""
         self._append(RECOVERIES, {"attempt": self.attempt, **record, "lost": 0.0})

@@ -116,6 +116,30 @@ def test_of_two_that_raise_the_first_is_the_cause_and_the_grace_is_short(fleet):
         calls.wait(flights)  # rank 0 waits in its collective for ever
 
 
+def lost(rank):
+    error = WorkerLost(f"rank {rank}: killed", key="rollout.advance")
+    error.ranks = (rank,)
+    return error
+
+
+def test_the_loss_of_a_worker_apart_is_that_of_who_waits_for_it(fleet):
+    """Others go on, and no failure of theirs is hidden by it."""
+    calls = Dispatch(fleet, 60, keep=True)
+    calls.apart = {1}
+    mine, theirs = (calls.submit(rank, CALL) for rank in (0, 1))
+    fleet.sent[1].set_exception(lost(1))
+    later(0.05, fleet.sent[0].set_result, Reply("there", {}))
+    assert calls.wait([mine])[0].value == "there" and calls.idle()
+    mine = calls.submit(0, CALL)
+    fleet.sent[2].set_exception(lost(0))
+    with raises(WorkerLost, "rollout.advance") as caught:
+        calls.wait([theirs])
+    assert caught.value.ranks == (0,)  # that of all comes first
+    with raises(WorkerLost, "rollout.advance") as caught:
+        calls.wait([theirs])
+    assert caught.value.ranks == (1,) and not fleet.closed
+
+
 WAITS = """Current thread 0x09 (most recent call first):
   File "/py/torch/_ops.py", line 1 in __call__
   File "/py/torch/distributed/distributed_c10d.py", line 2 in all_reduce

@@ -229,9 +229,9 @@ class LocalBackend:
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
         """Send a call; consecutive submissions of one Call pickle it once."""
-        if self._encoded[0] is not call:
-            self._encoded = call, pickle.dumps(call, protocol=5)
-        return self.links[rank].submit(call, self._encoded[1])
+        if (encoded := self._encoded)[0] is not call:  # of this thread: another one may submit at the same time
+            encoded = self._encoded = call, pickle.dumps(call, protocol=5)
+        return self.links[rank].submit(call, encoded[1])
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
         try:

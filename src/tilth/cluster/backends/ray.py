@@ -182,16 +182,16 @@ class RayBackend:
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
         """Send a call; consecutive submissions of one Call pickle it once."""
-        if self._encoded[0] is not call:
+        if (encoded := self._encoded)[0] is not call:  # of this thread: another one may submit at the same time
             data = pickle.dumps(call, protocol=5)
-            self._encoded = call, len(data), self._ray.put(data) if len(data) > INLINE else data
+            encoded = self._encoded = call, len(data), self._ray.put(data) if len(data) > INLINE else data
         process, future = self._processes[rank], Future[Reply]()
         with self._lock:
             if process.lost:
                 future.set_exception(lost(call, rank, process.lost, (rank,)))
                 return future
             process.calls[future] = call
-        _, sent, message = self._encoded
+        _, sent, message = encoded
         answer = process.actor.answer.remote(message).future()
         answer.add_done_callback(partial(self._land, process, call, sent, future))
         return future

@@ -132,15 +132,32 @@ class Cluster:
         """The backend, if it can replace workers."""
         return self.backend if isinstance(self.backend, RepairableBackend) else None
 
+    def renew(self, rank: int) -> None:
+        """Replace a worker that is lost beside the calls of the others (``Dispatch.apart``), and make its roles again.
+
+        Nobody may call these until it returns, and they may have no process groups that others use: the others keep
+        their generation. Raises WorkerLost if the worker cannot be replaced.
+        """
+        backend = self.repairable
+        assert backend is not None
+        backend.replace([rank])
+        for group in self.groups:
+            if rank in group.mesh.ranks:
+                self._construct(group, [rank])
+
     def make(self, group: WorkerGroup) -> None:
         """Construct a group's role on its ranks and wait for it. Constructing it again begins its next generation:
         earlier calls and answers are refused (StaleGeneration)."""
         group.generation = max(group.generation + 1, self._generation)
         group.mark(None)
+        self._construct(group, group.mesh.ranks)
+
+    def _construct(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Construct a group's role on some of its ranks, in its generation."""
         imports = Call(
             "", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT), patient=True
         )
-        for rank in group.mesh.ranks:
+        for rank in ranks:
             self.dispatch.submit(rank, imports)
         call = Call(
             "",
@@ -148,7 +165,7 @@ class Cluster:
             (group.role, group.factory, PickledKwargs(group.kwargs), group.mesh, group.generation),
             patient=True,
         )
-        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in group.mesh.ranks])
+        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
         group.methods = replies[0].value
 
     @property
@@ -180,7 +197,7 @@ class Cluster:
             flights = [self.dispatch.submit(rank, call) for rank in range(self.workers)]
         collector.collect()
         with span("await", detail=call.name, seq=call.number):
-            self.dispatch.wait(flights)
+            self.dispatch.wait([one for one in flights if one.rank not in self.dispatch.apart])
 
     def profile(self, ranks: Sequence[int], memory: bool = False) -> dict[int, str]:
         """Start torch's profiler on these ranks; return rank -> error where it fails. memory: record allocations."""
@@ -337,8 +354,8 @@ class Clocks:
         self._burst(MANY)
 
     def now_and_then(self) -> None:
-        """Take samples if they are due and all workers are idle."""
-        if time.monotonic() >= self._next and self._dispatch.idle():
+        """Take samples if they are due, all workers are idle, and none may be missing."""
+        if time.monotonic() >= self._next and not self._dispatch.apart and self._dispatch.idle():
             self._burst(FEW)
 
     def end(self) -> None:

@@ -100,6 +100,8 @@ class Dispatch:
         self.totals = Totals(backend.workers)
         self.traffic = Traffic()
         self._own = threading.local()
+        self.apart: Collection[int] = ()
+        """Ranks whose loss concerns those alone who wait for their calls: see ``Cluster.renew``."""
         self.order = threading.RLock()
         """Held while one call goes to all its ranks, so that calls of two threads reach each rank in one order."""
         self.failed: BaseException | None = None
@@ -149,7 +151,7 @@ class Dispatch:
             flight.landed = True
             for left in self._awaited:
                 left.discard(flight)
-            if error is not None:
+            if error is not None and not self._is_apart(error):
                 self._failures.append(error)
                 if isinstance(error, WorkerError) and error.collective == "timeout":
                     self._waited[flight.rank] = flight.call, error
@@ -201,8 +203,14 @@ class Dispatch:
             if not (late := self._overdue()):  # another thread has raised what failed, which was none of these
                 return self.wait_first(groups)
             first = self._timeout_error(late)
+        if first is not None and self._is_apart(first):
+            raise first
         if first is not None:
             self._give_up(first)
+
+    def _is_apart(self, error: BaseException) -> bool:
+        """True for the loss of workers without which the others go on."""
+        return isinstance(error, WorkerLost) and bool(error.ranks) and set(error.ranks).issubset(self.apart)
 
     def idle(self) -> bool:
         """Return True if no call is in flight and none has failed."""
