@@ -1,6 +1,6 @@
 """Samples that a run consumes per minute, synchronous and with experience that is behind.
 
-    python benchmarks/async_rl.py [--quick] [--json PATH] [--replicas N ...] [--seeds N] [--tails]
+    python benchmarks/async_rl.py [--quick] [--json PATH] [--replicas N ...] [--seeds N] [--tails | --counted]
 
 ``paced``: a trainer and N replicas in processes of their own. The trainer is real; a decode step of a replica only
 sleeps, max(t0, c b) seconds for b sequences (``async_engine.py``), and lengths have p99/p50 = 10. ``plain``: one
@@ -12,6 +12,9 @@ to end), and of a copy of the weights (``time/publish`` of the synchronous run, 
 
 ``--tails``, in place of these: paced replicas that take weights from a relay, with and without moves of their last
 samples (``rollout.repack``), for both ways of ``rollout.inflight``.
+
+``--counted``, in place of these: the same moves in counted rounds (``async_counted.py``), beside their simulation; what
+they gain depends on no machine.
 
 ``--replicas`` with several numbers, in place of these: for each, paced replicas that take weights from a relay in their
 own time (``rollout.inflight = "finish"``), and the actor's stall in a step: seconds in which the trainer publishes,
@@ -26,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from async_counted import STEPS, CountedCase, CountedRun
+from async_counted import simulated as simulated_rounds
 from async_lengths import length_of
 from driver import benchmark_parser, write_rows
 from tilth_studies.asynchrony import AsyncMode, AsyncSimulation, RolloutCosts, RolloutJob
@@ -221,13 +226,43 @@ def stalls(asked: Namespace) -> None:
             write_rows(asked.json, rows)
 
 
+def moves(asked: Namespace) -> list[dict[str, Any]]:
+    """What moves of last samples gain in counted rounds."""
+    steps, rows, base = 10 if asked.quick else 100, list[dict[str, Any]](), dict[str, Any]()
+    for replicas in (2, 4, 8):
+        for move in (0, STEPS):
+            for every in (0, 20, 4, 1):
+                lengths = [min(length_of(i), LONGEST) for i in range(2 * steps * PROMPTS * GROUP)]
+                case = CountedCase(replicas, 5, every, lengths, move, PROMPTS, GROUP, BUFFER, steps)
+                row = {"part": "counted", **case._asdict(), **CountedRun(case).run()}
+                del row["lengths"]
+                row["simulated_samples_per_round"] = simulated_rounds(case)
+                base = row if not every else base
+                for kind in ("", "simulated_"):
+                    name = f"{kind}samples_per_round"
+                    row[f"{kind}over_none"] = row[name] / base[name]
+                rows.append(row)
+                print(
+                    f"{replicas} replicas, a move costs {move} steps, plans every {every:>2} rounds: "
+                    f"{row['samples_per_round']:.2f} samples a round, {row['over_none']:.2f} of none, simulated "
+                    f"{row['simulated_samples_per_round']:.2f}, {row['simulated_over_none']:.2f}; {row['moved']} moved"
+                    f", replicas idle {row['replica_idle_share']:.2f}",
+                    flush=True,
+                )
+    return rows
+
+
 def main() -> None:
     """Run both parts."""
     parser = benchmark_parser(__doc__, "5 steps, three contenders, a faster pace")
     parser.add_argument("--replicas", type=int, nargs="+", default=[2])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--tails", action="store_true")
+    parser.add_argument("--counted", action="store_true")
     asked = parser.parse_args()
+    if asked.counted:
+        write_rows(asked.json, moves(asked))
+        return
     if len(asked.replicas) > 1:
         stalls(asked)
         return

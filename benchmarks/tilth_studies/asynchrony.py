@@ -33,8 +33,9 @@ class AsyncMode(NamedTuple):
     all replicas, whose rows go on under new weights. None: a replica gets weights once it has no rows (Laminar)."""
     repacks: bool = False
     rounds: float = 0.0
-    """With ``staleness``: seconds after which a replica returns what has ended, and gets weights and whole groups, as
-    many as all updates need; 0: at any time, row by row, without an end."""
+    """Seconds after which a replica returns what has ended, and gets weights and whole groups, as many as all updates
+    need; 0: at any time, row by row, without an end. Without ``staleness`` it gets weights once it has no rows, and
+    groups while it has the newest; ``RolloutJob.buffer`` then counts all groups that no update has learned from."""
     bounded: bool = False
     """With ``rounds``: an update waits for groups that would be too old for the next: ``due_groups``."""
     together: bool = False
@@ -294,6 +295,8 @@ class AsyncSimulation:
     """Time and tokens of each update."""
     waits: list[float] = field(default_factory=list)
     order: int = 0
+    planning: bool = False
+    """With rounds: moves are planned once no replica has a round."""
     stopping: bool = False
     """With ``together``: no round begins until all replicas have the newest weights."""
     flying: dict[int, int] = field(default_factory=dict)
@@ -315,7 +318,10 @@ class AsyncSimulation:
                 self.updated(time)
             elif kind == "publish":
                 self.newest = max(self.newest, index)
-                self.repack(time)
+                if self.mode.rounds:
+                    self.round(time)
+                else:
+                    self.repack(time)
             elif kind == "round":
                 landed, self.replicas[index].landing = self.replicas[index].landing, None
                 self.collect(landed or [])
@@ -325,8 +331,11 @@ class AsyncSimulation:
                 else:
                     self.round(time)
             else:
-                self.repack(time)
                 self.at(time + PERIOD, "repack")
+                if self.mode.rounds:
+                    self.planning = True
+                else:
+                    self.repack(time)
         return self.outcome()
 
     def at(self, time: float, kind: str, index: int = 0, stamp: int = 0) -> None:
@@ -365,17 +374,24 @@ class AsyncSimulation:
     def round(self, time: float) -> None:
         """Give replicas whole groups, the least loaded first, and new weights and a round to each without one."""
         limits, group = self.job.limits, self.job.group
-        resting = [replica for replica in self.replicas if replica.landing is None]
+        resting, own_time = [replica for replica in self.replicas if replica.landing is None], self._own_time
+        held = self.newest if own_time else self.version
         for replica in resting:
             replica.now = max(replica.now, time)
-            if replica.version < self.version:
+            if replica.version < held and not (own_time and replica.rows):
                 self.interrupt(replica, time)
         while self.allowed() >= group and self.given < self.job.updates * self.job.samples:
-            replica = min(self.replicas, key=lambda one: one.rows)
-            if replica.rows + group > limits.rows:
+            takes = [one for one in self.replicas if one.version == held or not own_time]
+            replica = min(takes or self.replicas, key=lambda one: one.rows)
+            if not takes or replica.rows + group > limits.rows:
                 break
             self.flying[self.given // group] = self.version
             replica.give(self.take(group, self.version))
+        if self.planning:
+            if len(resting) < len(self.replicas):
+                return
+            self.planning = False
+            self.repack(time)
         for replica in resting:
             if replica.rows:
                 replica.landing, stop = [], replica.now + self.mode.rounds
@@ -384,6 +400,11 @@ class AsyncSimulation:
                     replica.landing += replica.ended()
                     replica.admit()
                 self.at(replica.now, "round", self.replicas.index(replica))
+
+    @property
+    def _own_time(self) -> bool:
+        """Each replica takes weights once it has no rows."""
+        return self.mode.staleness is None
 
     # ---- admission ----
 
@@ -412,7 +433,10 @@ class AsyncSimulation:
         """Take the groups of an update; none while it has to wait for some."""
         count, bound = self.job.samples // self.job.group, self.mode.staleness
         if not self.mode.bounded or bound is None:
-            return [self.ready.popleft() for _ in range(count)] if len(self.ready) >= count else []
+            found = [self.ready.popleft() for _ in range(count)] if len(self.ready) >= count else []
+            for rows in found:
+                self.flying.pop(rows[0].group, None)
+            return found
         ready, groups = {rows[0].group: rows for rows in self.ready}, [*self.flying]
         left = [bound - (self.version - self.flying[group]) for group in groups]
         places = {group: place for place, group in enumerate(groups)}
@@ -453,6 +477,9 @@ class AsyncSimulation:
         """Rows that may be admitted now."""
         if self.mode.staleness is not None:
             return (self.version + self.mode.staleness + 1) * self.job.samples - self.given
+        if self.mode.rounds:
+            held = len(self.flying) * self.job.group + self.training * self.job.samples
+            return self.job.buffer * self.job.samples - held
         return self.job.samples if len(self.ready) * self.job.group < self.job.buffer * self.job.samples else 0
 
     def feed_all(self, time: float) -> None:
@@ -520,14 +547,15 @@ class AsyncSimulation:
         """Load weights while rows are held, and compute their prefixes again."""
         replica.until(time)
         self.waits.append(self.job.costs.sync)
-        replica.now, replica.version = max(replica.now, time) + self.job.costs.sync, self.version
+        held = self.newest if self._own_time else self.version
+        replica.now, replica.version = max(replica.now, time) + self.job.costs.sync, held
         replica.compute(replica.tokens)
 
     def repack(self, time: float) -> None:
         """Plan and carry out moves."""
         if not self.mode.repacks:
             return
-        for replica in self.replicas:
+        for replica in self.replicas if not self.mode.rounds else ():
             replica.until(time)
         stay = math.ceil(self.job.costs.move / self.job.costs.step)
         for move in repack([replica.load() for replica in self.replicas], self.job.flat, stay=stay):
@@ -539,6 +567,8 @@ class AsyncSimulation:
                 replica.now += self.job.costs.move
             target.give(rows)
             self.moves += len(rows)
+            if self.mode.rounds:
+                continue
             self.follow(move.source)
             self.follow(move.target)
             self.feed(move.source, time)
@@ -569,8 +599,8 @@ class AsyncSimulation:
 def simulate(job: RolloutJob, mode: AsyncMode) -> AsyncOutcome:
     """Simulate ``job.updates`` updates by a mode. Raises PlanError (a job of fewer than two updates, a mode with rounds
     or a bound and without what they need)."""
-    if (mode.rounds and mode.staleness is None) or ((mode.bounded or mode.together) and not mode.rounds):
-        raise PlanError(f"{mode}: bounded and together need rounds, and these a staleness", key="mode")
+    if (mode.bounded or mode.together) and not (mode.rounds and mode.staleness is not None):
+        raise PlanError(f"{mode}: bounded and together need rounds and a staleness", key="mode")
     if job.updates < 2:
         raise PlanError(f"updates = {job.updates}: a rate needs 2 or more", key="updates")
     return AsyncSimulation(job, mode).run()

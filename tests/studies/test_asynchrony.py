@@ -4,6 +4,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from async_counted import CountedCase, CountedRun, simulated
+from async_lengths import length_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tilth_studies.asynchrony import (
@@ -25,6 +27,7 @@ MODES = modes(3) | {
     "rounds": AsyncMode(staleness=3, rounds=0.25),
     "bounded": AsyncMode(staleness=3, rounds=0.25, bounded=True),
     "bounded by 0": AsyncMode(staleness=0, rounds=0.3, bounded=True),
+    "its own pace in rounds": AsyncMode(rounds=0.25, repacks=True),
 }
 TAIL = random.Random(5).choices([10, 20, 30, 40, 400], weights=[6, 6, 6, 6, 1], k=997)
 JOB = RolloutJob(
@@ -212,8 +215,20 @@ def test_weights_that_all_load_together_wait_for_the_rounds_under_way():
     assert [time for time, _ in simulation.ends] == pytest.approx([0.2, 1.3])
 
 
+def test_moves_in_counted_rounds_gain_as_much_as_their_simulation():
+    """Of the run's own books, hand-outs and plans; replicas take weights once they have no rows."""
+    lengths, found = [min(length_of(i), 224) for i in range(8192)], {}
+    for every in (0, 1):
+        case = CountedCase(4, 5, every, lengths, steps=40)
+        found[every] = run = CountedRun(case).run()
+        assert simulated(case) == pytest.approx(run["samples_per_round"], rel=0.1)
+    assert found[1]["samples_per_round"] > 1.1 * found[0]["samples_per_round"]
+    assert found[1]["moved"] > 100 and not found[0]["moved"]
+
+
 @pytest.mark.parametrize(
-    "mode", [AsyncMode(rounds=1.0), AsyncMode(staleness=1, bounded=True), AsyncMode(staleness=1, together=True)]
+    "mode",
+    [AsyncMode(rounds=1.0, bounded=True), AsyncMode(staleness=1, bounded=True), AsyncMode(staleness=1, together=True)],
 )
 def test_a_mode_without_what_it_needs(mode):
     with raises(PlanError, "mode"):
