@@ -314,7 +314,7 @@ def test_killed_processes_of_environments_cost_no_episode(tmp_path):
     check_turns(run)
     assert len(kills.killed) >= 10 and not any("is new" in line for line in kills.messages), kills.messages
     assert not state(run).dropped and max(record["staleness/max"] for record in read_metrics(run.directory)) == 1
-    where = {"rollout": {"environments": 2}, "cluster": {"backend": "inline", "pools": {}}}
+    where = {"cluster": {"backend": "inline", "pools": {}}}
     check_same(run, tiny.run(exact(tmp_path, PLUGIN, **more, **where), reward=None, name="again", replay=run.directory))
 
 

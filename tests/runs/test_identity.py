@@ -1,6 +1,7 @@
 """Which run is gone on with: the same work, or work that differs in what was allowed by name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.flows import tiny
 from tilth import __version__
 from tilth.config.load import digest, dump_toml, newer_keys
 from tilth.core.errors import RecipeError
+from tilth.launch.life import _inputs
 from tilth.runs.directory import RunDir
 from tilth.runs.files import Lock
 from tilth.runs.identity import Identity, claim, find, of_command, passed_over
@@ -178,6 +180,22 @@ def test_a_run_of_a_version_without_a_momentum_goes_on_with_that_of_then(tmp_pat
     assert find(who(tmp_path, **muon), "demo") == path
     muon["optimizer"]["muon_momentum"] = 0.8
     assert find(who(tmp_path, **muon), "demo") is None
+
+
+def test_a_run_of_m2po_with_other_denominators_says_so_and_goes_on_if_that_is_allowed(tmp_path):
+    """The recipe has neither; one that has them is as it was."""
+    m2po = {"algorithm": {"correction": "decoupled_m2po"}, "rollout": {"staleness": 2}}
+    path = begun(tmp_path, run={"name": "demo-001"}, **m2po)
+    made = tiny.recipe(tmp_path, run={"name": "demo-001"}, **m2po)
+    now = Identity(made, _inputs(made, "data1", ""))
+    with raises(RecipeError, "algorithm.correction") as caught:
+        now.check_name()
+    assert "divides by all tokens now" in str(caught.value) and "--allow algorithm.correction" in str(caught.value)
+    assert find(replace(now, allow=("algorithm.correction",)), "demo") == path
+    for options in ({"denominators": "kept"}, {"denominators": "all"}):
+        other = tiny.recipe(tmp_path, algorithm={**m2po["algorithm"], "options": options}, rollout=m2po["rollout"])
+        assert _inputs(other, "data1", "") == {"data": "data1"}
+    assert _inputs(tiny.recipe(tmp_path), "data1", "") == {"data": "data1"}
 
 
 def test_a_version_that_dumps_a_recipe_lacks_none_of_its_keys(tmp_path):

@@ -59,6 +59,8 @@ from tilth.launch.workers import threads
 from tilth.plan.costs import load_costs
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
+from tilth.rl.algorithm import Algorithm
+from tilth.rl.rollout_correction import Corrector
 from tilth.runs.directory import RunDir, summarise
 from tilth.runs.events import REPLAY, RunReplay
 from tilth.runs.identity import Identity, find, passed_over
@@ -432,6 +434,9 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
     found = {"data": data}
     if reward:
         found["reward.function"] = reward
+    correction = Algorithm.of(recipe).correction
+    if isinstance(correction, Corrector) and correction.revised:
+        found["algorithm.correction"] = correction.revised
     if recipe.plugins:
         found["plugins"] = files_fingerprint(recipe.plugins)
     if file := file_of(recipe.rollout.environment):

@@ -134,6 +134,13 @@ class Corrector(CorrectionRule):
             _check_threshold(self.entry_name, statistic, threshold)
 
     @property
+    def revised(self) -> str:
+        """Default that an earlier version of Tilth had otherwise, so that runs which began with it are others: M2PO's
+        denominators, unless the recipe has them; "" without one."""
+        by_default = self.second_moment is not None and "denominators" not in self.model_fields_set
+        return f"denominators={self.denominators}" if by_default and self.denominators == "all" else ""
+
+    @property
     def weighted(self) -> bool:
         """True if there are importance weights."""
         return self.level != "none"

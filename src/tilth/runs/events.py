@@ -51,7 +51,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 its own time; tokens of "drop": that the policy chose, None before its end. A sample goes on with its first ``tokens``
 tokens of completion: "resume", after a failure or in a new process that began with this ``version``; "move", from one
 replica to another, by their places."""
-PLACES = ("cluster", "guard", "rollout.layout", "rollout.pool", "rollout.repack")
+PLACES = ("cluster", "guard", "rollout.environments", "rollout.layout", "rollout.pool", "rollout.repack")
 """Keys that may differ where a run is replayed."""
 REPLAY = "replay"
 """Input of a run that repeats another one: its name."""

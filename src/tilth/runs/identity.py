@@ -17,6 +17,8 @@ from tilth.runs.files import Lock
 from tilth.runs.readers import read_state
 
 _OTHER = {
+    "algorithm.correction": "M2PO's loss divides by all tokens now, and by those that it keeps in the version of Tilth "
+    "that began it (algorithm.options.denominators=kept with --allow algorithm goes on so)",
     "data": "its data are others",
     "reward.function": "its reward function, or a file that it imports or reads, has changed",
     "data.template": "the file of its template has changed",
