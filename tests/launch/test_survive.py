@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tilth_studies.drill import inject
 
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import WorkerLost
@@ -317,6 +318,37 @@ def test_a_second_failure_before_all_roles_are_made_leaves_no_role_out(monkeypat
     assert made == ["policy", "loader"]
     assert [(one["ranks"], one["replaced"]) for one in broken] == [((0,), [0])]
     assert "workers 0, 1 are new," in said[-1]
+
+
+def lost(*ranks):
+    error = WorkerLost(f"ranks {ranks}", key="rollout.advance")
+    error.ranks = ranks
+    return error
+
+
+def test_a_worker_that_is_replaced_beside_others_may_be_lost_again_as_often_as_any_other():
+    """What the run has to recover from is decided once, also where the worker alone was lost."""
+    left, noted, renewed, said = [lost(1)], [], [], []
+
+    def renew(rank):
+        renewed.append(rank)
+        if left:
+            raise left.pop()
+
+    parts = SimpleNamespace(recipe=SimpleNamespace(guard=SimpleNamespace(restarts=8, on_nan="skip")))
+    backend = SimpleNamespace(scratch="", nodes=lambda: ({}, ()))
+    cluster = SimpleNamespace(repairable=backend, groups=[], renew=renew)
+    survival = Survival(parts, cluster, SimpleNamespace(note_replaced=noted.append), said.append)
+    survival.replace(lost(1), 4)
+    assert renewed == [1, 1] and [(one["ranks"], one["replaced"], one["step"]) for one in noted] == [((1,), [1], 4)] * 2
+    survival.on_step_end(None, 5, {})
+    assert sum("crash" in line for line in said) == 2 and "worker 1 is new" in said[-1]
+    for again in (lost(1), lost(1, 2)):  # the third time at this step, or with another one
+        with raises(WorkerLost, "rollout.advance"):
+            survival.replace(again, 4 if again.ranks == (1,) else 5)
+        action = survival._decide(again, None, 0, 0.0)
+        assert (action.step, action.ranks) == (("stop", ()) if again.ranks == (1,) else ("replace", (1, 2)))
+    assert renewed == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ class WorkerRepair(Protocol):
         concerns the run."""
 
     def replace(self, error: WorkerLost, step: int) -> None:
-        """Replace the worker that was lost after this step, with its roles. Raises ``error`` where the run has to
-        recover from it."""
+        """Replace the worker that was lost after this step, with its roles. Raises what the run has to recover from."""
 
 
 class AsyncSampler(Sampler):

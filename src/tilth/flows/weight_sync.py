@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilth.cluster.controller.group import WorkerGroup
-from tilth.cluster.controller.lazy import resolved
+from tilth.cluster.controller.lazy import LazyMap, resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Lease
@@ -143,7 +143,7 @@ class Publisher:
 
     def _wait(self) -> None:
         if self._lease is not None:
-            for pull in self._pulls:
+            for pull in (pull for pull in self._pulls if not (isinstance(pull, LazyMap) and pull.settled)):
                 try:
                     resolved(pull)
                 except WorkerLost as error:

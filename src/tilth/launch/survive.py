@@ -116,24 +116,36 @@ class Survival(Callback):
         return True
 
     def replace(self, error: WorkerLost, step: int) -> None:
-        """Replace the worker that was lost after this step, with its roles, while others work. Raises ``error`` where
-        the run has to recover from it, another TilthError if the worker cannot be replaced."""
+        """Replace the worker that was lost after this step, with its roles, while others work, again if the new one
+        is lost at once. Raises a loss from which the run has to recover, and what else a new worker raises."""
         with self._one:
-            began, verdict = time.monotonic(), verdict_of(error)
-            assert verdict is not None
-            verdict = with_cause(verdict)
-            action = self._decide(error, verdict, step, began)
-            if action.step != "replace" or action.ranks != error.ranks or len(action.ranks) != 1:
-                self._decided = error, action
-                raise error
-            self._beside.append(_first_line(verdict, step))
-            self.cluster.renew(*action.ranks)
-            self._replaced.update(action.ranks)
-            took = round(time.monotonic() - began, 3)
-            made = [group.role for group in self.cluster.groups if action.ranks[0] in group.mesh.ranks]
-            record = _record(verdict, action, step, [*action.ranks], made, began)
-            self.directory.note_replaced({**record, "beside": took})
-            self._beside.append(f"worker {action.ranks[0]} is new, {took:.1f} s later; the others went on")
+            while (another := self._renew(error, step)) is not None:
+                error = another
+
+    def _renew(self, error: WorkerLost, step: int) -> WorkerLost | None:
+        """Replace a worker; return the loss of the new one, if it is lost at once."""
+        began, verdict = time.monotonic(), verdict_of(error)
+        assert verdict is not None
+        verdict = with_cause(verdict)
+        action = self._decide(error, verdict, step, began)
+        if action.step != "replace" or action.ranks != error.ranks or len(action.ranks) != 1:
+            self._decided = error, action
+            raise error
+        self._beside.append(_first_line(verdict, step))
+        self._replaced.update(action.ranks)
+        (rank,), found = action.ranks, None
+        try:
+            self.cluster.renew(rank)
+        except WorkerLost as lost:
+            if lost.ranks != action.ranks:
+                raise
+            found = lost
+        took = round(time.monotonic() - began, 3)
+        made = [group.role for group in self.cluster.groups if rank in group.mesh.ranks and found is None]
+        self.directory.note_replaced({**_record(verdict, action, step, [rank], made, began), "beside": took})
+        if found is None:
+            self._beside.append(f"worker {rank} is new, {took:.1f} s later; the others went on")
+        return found
 
     def _longer(self, verdict: Verdict) -> str:
         """Return what to do if nothing hangs and the limit is below the length of an operation."""
