@@ -57,11 +57,16 @@ def test_rows_and_their_ends(n):
 
 
 @pytest.mark.parametrize("passes", [2, 3, 256])
-def test_the_size_of_a_pass_does_not_matter(passes, monkeypatch):
-    tensor = values(16384 * 11 + 3, torch.int32)
-    expected = checksum(tensor)
-    monkeypatch.setitem(module._ROWS_PER_PASS, "cpu", passes)
-    assert checksum(tensor) == expected
+@pytest.mark.parametrize("size", [0, 5, 8 * 16384, 8 * 16384 * 11 + 3])
+def test_the_sums_of_any_device_are_those_of_a_cpu_whatever_the_size_of_a_pass(passes, size, monkeypatch):
+    data = values(size, torch.uint8)
+    monkeypatch.setattr(module, "_ROWS", passes)
+    assert module._sums_there(data) == module._sums_here(data.numpy())
+
+
+def test_data_that_is_not_aligned_is_read_where_it_is():
+    data = values(8 * 16384 + 40, torch.uint8)
+    assert checksum(data[3:]) == checksum(data[3:].clone())
 
 
 def test_values_are_stable():

@@ -11,13 +11,14 @@ import hashlib
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilth.core.random import stream
 
 _ROW = 1 << 14
-_ROWS_PER_PASS = {"cpu": 1, "cuda": 256}  # on a CPU few, so that torch starts no threads for a millisecond of work
+_ROWS = 256  # of a pass of torch
 _LOW = 0xFFFFFFFF
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, as a signed number
 
@@ -32,17 +33,40 @@ def _multipliers(device: torch.device) -> Tensor:
 def checksum(tensor: Tensor) -> int:
     """Return a hash in [0, 2**64) of dtype, shape and every bit of the values, equal on every device.
 
-    Scratch memory: 1 MB on a CPU, 100 MB elsewhere, and a copy of a non-contiguous tensor.
+    Scratch memory: 0.3 MB on a CPU, 100 MB elsewhere, and a copy of a non-contiguous tensor.
     """
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    rows = len(data) // (8 * _ROW)
-    step = _ROWS_PER_PASS["cpu" if data.device.type == "cpu" else "cuda"]
-    cuts = [*range(0, rows, step), rows, -(-len(data) // (8 * _ROW))]
-    sums = [_row_sums(data[8 * _ROW * a : 8 * _ROW * b]) for a, b in itertools.pairwise(cuts) if a < b]
-    if sums:
-        digest.update(torch.cat(sums).cpu().numpy().astype("<i8").tobytes())
+    sums = _sums_here(data.numpy()) if data.device.type == "cpu" else _sums_there(data)
+    digest.update(np.array(sums, "<i8").tobytes())
     return int.from_bytes(digest.digest(), "little")
+
+
+def _sums_here(data: np.ndarray) -> list[np.int64]:
+    """Return the sum of each row in these bytes. In place, by numpy, it takes half the time of torch's passes."""
+    found = list[np.int64]()
+    multipliers = _multipliers(torch.device("cpu")).numpy()
+    mixed, folded = np.empty((2, _ROW), np.int64)
+    for start in range(0, len(data), 8 * _ROW):
+        row = data[start : start + 8 * _ROW]
+        if missing := -len(row) % 8:
+            row = np.concatenate([row, np.zeros(missing, np.uint8)])
+        words = row.view(np.int64)
+        x, y = mixed[: len(words)], folded[: len(words)]
+        np.multiply(words, _MIX, out=x)
+        np.right_shift(x.view(np.uint64), 32, out=y.view(np.uint64))
+        np.bitwise_xor(x, y, out=x)
+        found.append(np.multiply(x, multipliers[: len(words)], out=x).sum())
+    return found
+
+
+def _sums_there(data: Tensor) -> list[int]:
+    """Return the sum of each row in these bytes on any device."""
+    rows = len(data) // (8 * _ROW)
+    cuts = [*range(0, rows, _ROWS), rows, -(-len(data) // (8 * _ROW))]
+    sums = [_row_sums(data[8 * _ROW * a : 8 * _ROW * b]) for a, b in itertools.pairwise(cuts) if a < b]
+    found: list[int] = torch.cat(sums).tolist() if sums else []
+    return found
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
@@ -78,9 +102,9 @@ def sketch(tensor: Tensor) -> Tensor:
     Each is a sum of the values with pseudo-random signs, so its mean square is the squared norm of the tensor.
     """
     data, found = tensor.detach().reshape(-1), torch.zeros(SKETCH, dtype=torch.float64)
-    columns, rows = _columns(), _ROWS_PER_PASS["cuda"]
-    for place in range(0, len(data), _ROW * rows):
-        part = data[place : place + _ROW * rows].double()
+    columns = _columns()
+    for place in range(0, len(data), _ROW * _ROWS):
+        part = data[place : place + _ROW * _ROWS].double()
         part = torch.nn.functional.pad(part, (0, -len(part) % _ROW)).view(-1, _ROW)
         projected = part @ columns.to(part.device)
         found += (projected.cpu() * _signs("rows", place // _ROW, len(part))).sum(0)
