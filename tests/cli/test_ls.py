@@ -65,7 +65,7 @@ def test_a_run_in_a_long_step_gave_its_last_sign_of_life_then(runs, tmp_path, mo
     (tmp_path / "long" / "run.json").write_text(json.dumps(state | here | {"host": os.uname().nodename}))
     for file in (tmp_path / "long").glob("*.json*"):
         os.utime(file, (1e9, 1e9))
-    monkeypatch.setattr("tilth.ui.top.living", lambda state: [{"heartbeat_age": 3.0}])
+    monkeypatch.setattr("tilth.ui.signs.living", lambda state: [{"heartbeat_age": 3.0}])
     (row,) = json.loads(call(tmp_path, "--json").stdout)
     assert row["state"] == "running" and 3.0 <= row["age"] < 1e6
 

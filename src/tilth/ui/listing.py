@@ -1,21 +1,16 @@
 """Rows on the runs of a folder: how each stands, its newest metric, when it last gave a sign of life."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilth.core.errors import DataError, TilthError, parsing
-from tilth.data.cache import FileState, file_state
+from tilth.data.cache import file_state
 from tilth.runs.readers import read_state, summarise
 from tilth.ui import format
+from tilth.ui.signs import SIGNS, age_of
 
-if TYPE_CHECKING:
-    from tilth.ui.top import KeptFiles
-
-SIGNS = ("run.json", "metrics.jsonl")
-"""Files of a run that say when it last wrote its state or a step."""
 METRICS = {
     "accuracy_last": "accuracy",
     "pairs_heldout_last": "pairs in order",
@@ -54,25 +49,6 @@ def row_of(run: Path, summary: Callable[[Path], Row] = summarise) -> Row:
     measured = {"metric": METRICS[key], "value": found[key]} if key else {}
     copied = {name: found[name] for name in ("run", "recipe", "state", "error")}
     return {**row, **copied, "flow": flow, "step": found["steps"], **measured}
-
-
-def age_of(run: Path, files: Sequence[FileState], state: Row, kept: "KeptFiles | None" = None) -> float:
-    """Return the seconds since a run wrote its last step or its state, or gave a newer sign of life.
-
-    files: states of ``SIGNS``; state: ``read_state``, or {} of a run that does not run; kept: as of ``top.sign_age``.
-    """
-    age = max(time.time() - newest_write(files), 0.0)
-    if not state:
-        return age
-    from tilth.ui.top import sign_age  # which takes half a second to import
-
-    sign = sign_age(run, state, kept)
-    return age if sign is None else min(age, sign)
-
-
-def newest_write(files: Sequence[FileState]) -> float:
-    """Return when the newest of some files was written, in seconds since 1970; 0: there are none."""
-    return max((file[-1] for file in files if file), default=0) / 1e9
 
 
 def measured(row: Row) -> str:

@@ -8,7 +8,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +19,10 @@ from rich.text import Text
 
 from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
-from tilth.cluster.backends.session_dir import SessionDir
 from tilth.core.errors import DataError
 from tilth.core.write_queue import settle
 from tilth.data.cache import FileState, file_state
-from tilth.guard.health import read_health
-from tilth.runs.progress import PROGRESS, Doing, read_progress
+from tilth.runs.progress import Doing, read_progress
 from tilth.runs.readers import (
     ACCURACY,
     HOUR,
@@ -43,6 +40,7 @@ from tilth.runs.readers import (
 )
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
+from tilth.ui.signs import LATE, LIVING, living, sign_of
 
 END = 256  # bytes before the place where reading goes on: more than the end of one line
 TAIL = 1 << 18  # bytes at the end of the metrics that are read first: some hundred steps
@@ -50,8 +48,6 @@ STEPS = 20  # most steps that the breakdown of the newest events covers
 RANKS = 16  # most ranks with a line of their own
 LOG = 1 << 12
 WARNED = 4  # newest warnings shown
-LATE = 2.0  # seconds without a sign of life that are worth a colour
-LIVING = ("running", "sleeping", "disk-sleep", "idle")  # states of a process that need no word
 IDLE = Doing()
 T = TypeVar("T")
 FIXED = {
@@ -208,45 +204,6 @@ class RunWatcher:
                 self._recent = account(events, range(max(steps.start, steps.stop - STEPS), steps.stop))
         except DataError:  # a file came or went meanwhile: the next look reads them
             self._files = frozenset()
-
-
-def living(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the health of each rank of a run at this moment; none if they do not run on this machine."""
-    here = state["state"] == "running" and state.get("host") == os.uname().nodename
-    found = read_health(state["session"]) if here and isinstance(state.get("session"), str) else None
-    return found["ranks"] if found else ()
-
-
-def sign_of(row: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return True if a rank gives no sign of life, and what it does, by its health."""
-    beat, doing = row.get("heartbeat_age"), [str(row[name]) for name in ("call", "operation") if row.get(name)]
-    late = row["state"] not in LIVING or (beat is not None and beat > LATE)
-    return late, ": ".join(dict.fromkeys(doing)) or "between calls"
-
-
-def sign_age(run: Path, state: Mapping[str, Any], kept: KeptFiles | None = None) -> float | None:
-    """Return the seconds since a running run gave a sign of life: a heartbeat of a rank, or a note of what it does.
-
-    kept: files that were read before. None: the run does not run, or no sign can be read here.
-    """
-    if state.get("state") != "running":
-        return None
-    if kept is None or not isinstance(state.get("session"), str):
-        beat = _last_beat(state)
-    else:
-        beat = kept.of(str(SessionDir(Path(state["session"])).health), lambda _: _last_beat(state))
-        if beat is not None and time.time() - beat > LATE:  # a controller that is stopped writes no health
-            beat = _last_beat(state)
-    signs = [] if beat is None else [beat]
-    with suppress(OSError):
-        signs.append((run / PROGRESS).stat().st_mtime)
-    return max(time.time() - max(signs), 0.0) if signs else None
-
-
-def _last_beat(state: Mapping[str, Any]) -> float | None:
-    """Return when a rank of a run gave its newest heartbeat, in seconds since 1970."""
-    ages = [row["heartbeat_age"] for row in living(state) if row.get("heartbeat_age") is not None]
-    return time.time() - min(ages) if ages else None
 
 
 def last_line(path: Path) -> str:

@@ -13,6 +13,7 @@ from tests.ui.fake import fake_run
 from tilth.config.load import from_dict
 from tilth.data.trajectories import COLUMNS
 from tilth.runs.directory import RunDir
+from tilth.runs.readers import read_metrics
 from tilth.ui.web.app import PageServer, make_app
 
 
@@ -50,8 +51,9 @@ def folder_of_runs(root):
     return root
 
 
-def agents(root, name="agents"):
-    """A run whose episodes have turns: a tool call, an observation, an answer."""
+def agents(root, name="agents", learned=False):
+    """A run whose episodes have turns: a tool call, an observation, an answer. learned: with what the trainer
+    computed of each token."""
     with RunDir.create(named(root, name), name) as run:
         rows = []
         for i in range(4):
@@ -66,6 +68,9 @@ def agents(root, name="agents"):
                     "finish": "stop", "logprobs": [0.0, 0.0, -0.01, -0.2, 0.0, -2.5, -5.0], "version": i,
                 }
             )  # fmt: skip
+            if learned:
+                rows[-1]["advantages"] = [0.0, 0.0, i - 1.5, 0.25, 0.0, -0.5 * i, 3.0]
+                rows[-1]["trainer_logprobs"] = [0.0, 0.0, -0.01, -0.2 - 1e-5, 0.0, -2.5 + 0.3 * i, -7.0]
         run.trajectories.add(pa.Table.from_pylist(rows, schema=COLUMNS))
         behind = {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/tokens/0": 9.0, "staleness/tokens/2": 3.0}
         ends = {"samples": 4.0, "samples/finished": 5.0, "length/finished": 4.5, "samples/dropped": 1.0}
@@ -102,6 +107,7 @@ def running(root, name="live"):
     """A run that this process writes, one step of it committed."""
     with RunDir.create(named(root, name), name) as run:
         run.commit_step({"step": 1, "phase": "grpo", "reward/mean": 0.5, "loss": 1.0, "tokens/trained": 100.0})
+        read_metrics(run.path)  # waits for what is still to be written
         yield run
 
 

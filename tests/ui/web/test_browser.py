@@ -1,10 +1,15 @@
-"""The pages in headless Chromium: charts are drawn, nothing leaves the machine, no error in the console."""
+"""The pages in headless Chromium: charts are drawn, nothing leaves the machine, no error in the console.
 
+One browser and one server have all of them; a test waits for what it is to see, and adds its runs under its own names.
+"""
+
+import os
 import shutil
 import time
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from tests.patience import patience
@@ -13,16 +18,9 @@ from tests.ui.web.runs import folder_of_runs
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)"),
-]
-
-
-@contextmanager
-def served(folder, token=""):
-    with made.started(folder, token) as server:
-        yield server.address
+PATIENT = 60
+"""Seconds, on a quiet machine, until what a test waits for is late."""
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +29,24 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def site(folder):
+    with made.started(folder) as server:
+        yield server.address
+
+
+@pytest.fixture(scope="module")
 def browser():
+    """A browser of which no process remains."""
+    before = {*psutil.Process().children(recursive=True)}
     with api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(
+            executable_path=CHROMIUM, chromium_sandbox=os.getuid() != 0, args=["--disable-dev-shm-usage"],
+            timeout=1000 * patience(PATIENT),
+        )  # fmt: skip
         yield launched
+        started = {*psutil.Process().children(recursive=True)} - before
         launched.close()
+    assert len(started) > 1 and not psutil.wait_procs(started, timeout=patience(PATIENT))[1]
 
 
 @contextmanager
@@ -46,7 +57,7 @@ def tab(browser, **options):
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("request", lambda request: asked.append(urlsplit(request.url).hostname))
-    page.set_default_timeout(1000 * patience(20))
+    page.set_default_timeout(1000 * patience(PATIENT))
     try:
         yield page
     finally:
@@ -54,94 +65,134 @@ def tab(browser, **options):
     assert wrong == [] and {*asked} <= {"127.0.0.1", None, ""}
 
 
-def until(page, expression):
+def until(page, expression, seconds=PATIENT):
     """Wait until an expression is true. Playwright's own way needs eval, which the page's policy forbids."""
-    late = time.monotonic() + patience(20)
+    late = time.monotonic() + patience(seconds)
     while not page.evaluate(expression):
         assert time.monotonic() < late, expression
         page.wait_for_timeout(50)
 
 
+DRAWN = "figure.plotted[data-drawn] .main-svg"
+STREAMS = "stream && stream.readyState === EventSource.OPEN"
+FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 PATHS = {
-    "": "table tbody tr", "runs/sums-a-001": "figure.plotted .main-svg",
+    "": "table tbody tr", "runs/sums-a-001": DRAWN,
     "runs/sums-a-001/trajectories": "table.samples",
-    "runs/agents/group?step=1&group=7": ".text span", "runs/ranks/time": ".lanes-plot .main-svg",
-    "runs/ranks/health": "table.heat", "compare?run=sums-a-001&run=agents": "figure.plotted .main-svg",
+    "runs/agents/group?step=1&group=7": ".text span", "runs/ranks/time": ".lanes-plot[data-bound] .main-svg",
+    "runs/ranks/health": "table.heat", "compare?run=sums-a-001&run=agents": DRAWN,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("looks", [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}}])
 @pytest.mark.parametrize("path", PATHS)
-def test_every_view_is_drawn(browser, folder, path, looks):
-    with served(folder) as address, tab(browser, **looks) as page:
-        page.goto(address + path)
-        page.locator(PATHS[path].replace(".main-svg", ".canvas")).first.scroll_into_view_if_needed()
+def test_every_view_is_drawn(browser, site, path, looks):
+    with tab(browser, **looks) as page:
+        page.goto(site + path)
+        page.locator(PATHS[path].partition("[data")[0]).first.scroll_into_view_if_needed()
         page.wait_for_selector(PATHS[path])
-        page.wait_for_timeout(300)
+        page.evaluate(FRAMES)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it is wider than the window"
 
 
-def test_a_curve_grows_within_three_seconds_of_a_commit(browser, tmp_path):
-    with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
-        page.goto(address + "runs/live")
-        page.wait_for_selector("figure.plotted .main-svg")
-        page.wait_for_timeout(1500)
+def commit(run, step, **more):
+    values = {"reward/mean": 0.7, "loss": 0.5, "tokens/trained": 100.0}
+    run.commit_step({"step": step, "phase": "grpo", **values, **more})
+
+
+@pytest.mark.parametrize("seconds", [PATIENT, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_curve_grows_with_a_commit(browser, site, folder, seconds):
+    name = f"grows-{seconds}"
+    with made.running(folder, name) as run, tab(browser) as page:
+        page.goto(site + f"runs/{name}")
+        page.wait_for_selector(DRAWN)
+        until(page, STREAMS)
         count = "document.querySelector('figure.plotted .canvas').data[0].x.length"
         assert page.evaluate(count) == 1
-        run.commit_step({"step": 2, "phase": "grpo", "reward/mean": 0.7, "loss": 0.5, "tokens/trained": 100.0})
-        began = time.monotonic()
-        until(page, f"{count} === 2")
-        assert time.monotonic() - began < patience(3)
-        assert "step 2" in page.inner_text("#head")
+        commit(run, 2, entropy=1.0)
+        until(page, f"{count} === 2", seconds)
+        page.wait_for_selector("#head .lede:has-text('step 2')")
+        page.wait_for_selector("figure.plotted:has-text('Entropy')")  # whose metric is new
         run.end("finished")
         page.wait_for_selector("#head .state.finished")
 
 
-def test_a_page_that_follows_a_run_asks_for_nothing(browser, tmp_path):
+@pytest.mark.slow
+def test_a_page_that_follows_a_run_asks_for_nothing(browser, site, folder):
     """News have the points of its curves and its tiles, so that a page costs the run nothing else."""
-    with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
-        page.goto(address + "runs/live")
-        page.wait_for_selector("figure.plotted .main-svg")
+    with made.running(folder, "asks") as run, tab(browser) as page:
+        page.goto(site + "runs/asks")
+        page.wait_for_selector(DRAWN)
+        until(page, STREAMS)
         page.wait_for_timeout(1500)
         asked = []
         page.on("request", lambda request: asked.append(urlsplit(request.url).path))
         for step in range(2, 9):
-            run.commit_step({"step": step, "phase": "grpo", "reward/mean": 0.7, "loss": 0.5, "tokens/trained": 100.0})
+            commit(run, step)
             page.wait_for_timeout(1000)
         until(page, "document.querySelector('figure.plotted .canvas').data[0].x.length === 8")
         until(page, "/Steps\\s*[678]/.test(document.getElementById('tiles').innerText)")
-        assert asked.count("/runs/live") == 0 and asked.count("/curves.json") <= patience(2)
+        assert asked.count("/runs/asks") == 0 and asked.count("/curves.json") <= patience(2)
         run.end("finished")
         until(page, "/Steps\\s*8/.test(document.getElementById('tiles').innerText)")
 
 
-def test_a_run_that_is_killed_while_it_is_watched(browser, tmp_path):
-    with made.running(tmp_path) as run, served(tmp_path) as address, tab(browser) as page:
-        page.goto(address + "runs/live")
+def test_a_run_that_is_killed_while_it_is_watched(browser, site, folder):
+    with made.running(folder, "killed") as run, tab(browser) as page:
+        page.goto(site + "runs/killed")
         page.wait_for_selector("#head .state.running")
         run.update(pid=1, pid_started=0.0)  # as of a process that has ended
         page.wait_for_selector("#head .state.interrupted")
 
 
-def test_a_click_on_a_point_leads_to_the_samples_of_its_step(browser, folder):
-    with served(folder) as address, tab(browser) as page:
-        page.goto(address + "runs/sums-a-001?q=reward/mean")
-        page.wait_for_selector("figure.plotted .main-svg")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["runs", "was-killed"])
+def test_every_view_of_a_run_that_is_not_finished_is_drawn(browser, site, folder, kind):
+    with made.running(folder, kind) as run, tab(browser) as page:
+        if kind == "was-killed":
+            run.update(pid=1, pid_started=0.0)
+        for path in (f"runs/{kind}", f"runs/{kind}/trajectories", f"runs/{kind}/time", f"runs/{kind}/health",
+                     f"compare?run={kind}&run=agents"):  # fmt: skip
+            page.goto(site + path)
+            page.wait_for_selector("main h2")
+            if "figure" in page.content():
+                page.wait_for_selector(DRAWN)
+            page.evaluate(FRAMES)
+
+
+@pytest.mark.slow
+def test_a_page_that_was_opened_before_the_first_step_and_its_events_shows_them(browser, site, folder):
+    with made.RunDir.create(made.named(folder, "first"), "first") as run, tab(browser) as page, tab(browser) as other:
+        page.goto(site + "runs/first")
+        other.goto(site + "runs/first/time")
+        page.wait_for_selector("text=No step has been committed yet")
+        shutil.copytree(folder / "ranks" / "events", run.events, dirs_exist_ok=True)
+        for step in range(1, 13):
+            commit(run, step)
+        page.wait_for_selector(DRAWN)
+        other.wait_for_selector(".lanes-plot[data-bound] .main-svg")
+
+
+@pytest.mark.slow
+def test_a_click_on_a_point_leads_to_the_samples_of_its_step(browser, site):
+    with tab(browser) as page:
+        page.goto(site + "runs/sums-a-001?q=reward/mean")
+        page.wait_for_selector(DRAWN)
         box = page.locator("figure.plotted .nsewdrag").bounding_box()
         page.mouse.move(box["x"] + box["width"] - 3, box["y"] + box["height"] / 2)
-        page.wait_for_timeout(200)
+        until(page, "document.querySelector('figure.plotted .canvas')._hoverdata")
         page.mouse.click(box["x"] + box["width"] - 3, box["y"] + box["height"] / 2)
         page.wait_for_url("**/trajectories?steps=16")
 
 
-def test_the_keyboard_is_enough(browser, folder):
-    with served(folder) as address, tab(browser) as page:
-        page.goto(address)
+def test_the_keyboard_is_enough(browser, site):
+    with tab(browser) as page:
+        page.goto(site)
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.className") == "skip"
-        page.locator("a", has_text="sums-a-001").first.focus()
+        page.locator("td.name a", has_text="sums-a-001").first.focus()
         page.keyboard.press("Enter")
-        page.wait_for_selector("figure.plotted .main-svg")
+        page.wait_for_selector(DRAWN)
         canvas = page.locator("figure.plotted .canvas").first
         canvas.focus()
         page.keyboard.press("+")
@@ -158,9 +209,10 @@ def test_the_keyboard_is_enough(browser, folder):
         page.wait_for_url(f"**/trajectories?steps={last}")
 
 
-def test_a_touch_on_a_token_shows_its_number(browser, folder):
-    with served(folder) as address, tab(browser, has_touch=True, viewport={"width": 390, "height": 800}) as page:
-        page.goto(address + "runs/agents/group?step=1&group=7")
+@pytest.mark.slow
+def test_a_touch_on_a_token_shows_its_number(browser, site):
+    with tab(browser, has_touch=True, viewport={"width": 390, "height": 800}) as page:
+        page.goto(site + "runs/agents/group?step=1&group=7")
         token = page.locator(".text span[title]").first
         token.tap()
         assert page.inner_text("#tip") == token.get_attribute("title")
@@ -168,9 +220,10 @@ def test_a_touch_on_a_token_shows_its_number(browser, folder):
         assert page.inner_text("#tip") == ""
 
 
-def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser, folder):
-    with served(folder) as address, tab(browser) as page:
-        page.goto(address)
+@pytest.mark.slow
+def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser, site):
+    with tab(browser) as page:
+        page.goto(site)
         page.locator("td.name a", has_text="sums-a-001").click()
         page.locator("a", has_text="worst answers of the newest step").click()
         page.wait_for_selector("table.samples tbody .badge")
@@ -180,17 +233,18 @@ def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser,
         page.wait_for_selector("#health .lede:has-text('slow: rank 1 takes')")
         page.locator("nav a", has_text="Time").click()
         page.wait_for_selector("#slow .lede:has-text('slow: rank 1 takes')")
-        page.goto(address)
+        page.goto(site)
         for name in ("sums-a-001", "agents"):
             page.locator(f"input[value={name}]").check()
         page.locator("button", has_text="compare").click()
         page.wait_for_selector("table.keys-table")
 
 
-def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, folder):
-    with served(folder) as address, tab(browser) as page:
-        page.goto(address + "runs/ranks/time")
-        page.wait_for_selector(".lanes-plot .main-svg")
+@pytest.mark.slow
+def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, site):
+    with tab(browser) as page:
+        page.goto(site + "runs/ranks/time")
+        page.wait_for_selector(".lanes-plot[data-bound] .main-svg")
         with page.expect_request(lambda request: "begin=0.5" in request.url):
             page.evaluate(
                 "Plotly.relayout(document.querySelector('.lanes-plot .canvas'), {'xaxis.range': [0.5, 0.75]})"
@@ -200,15 +254,17 @@ def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, folder)
             page.keyboard.press("ArrowLeft")
 
 
+@pytest.mark.slow
 def test_a_token_by_the_printed_address(browser, folder):
-    with served(folder, token="a secret") as address, tab(browser) as page:
-        page.goto(address)
+    with made.started(folder, token="a secret") as server, tab(browser) as page:
+        page.goto(server.address)
         page.wait_for_selector("table tbody tr")
         assert page.url.endswith("/") and "key" not in page.url
 
 
-def test_without_the_script_every_view_has_its_tables(browser, folder):
-    with served(folder) as address, tab(browser, java_script_enabled=False) as page:
+@pytest.mark.slow
+def test_without_the_script_every_view_has_its_tables(browser, site):
+    with tab(browser, java_script_enabled=False) as page:
         for path in PATHS:
-            page.goto(address + path)
+            page.goto(site + path)
             assert page.locator("table, .text, .plots").count()

@@ -45,8 +45,8 @@ from tilth.ui import format
 from tilth.ui.heat import COOL, WARM
 from tilth.ui.html import text_of
 from tilth.ui.listing import METRICS, measured, rows_of
-from tilth.ui.tokens import COLOURINGS, colour_of, numbers
-from tilth.ui.top import living
+from tilth.ui.signs import living
+from tilth.ui.tokens import COLOURINGS, colour_of
 from tilth.ui.web import times, views
 from tilth.ui.web.app import PageServer, make_app
 from tilth.ui.web.compare import interval, over_seeds, pages_of, settings_of, student
@@ -255,7 +255,7 @@ def test_a_run_in_a_long_step_gave_its_last_sign_of_life_then(tmp_path, monkeypa
         for name in ("run.json", "metrics.jsonl"):
             os.utime(run.path / name, (1.0, 1.0))
         beats = [{"heartbeat_age": age} for age in (None, 40.0, 3.0)]
-        monkeypatch.setattr("tilth.ui.top.living", lambda state: beats if sign == "heartbeat" else [])
+        monkeypatch.setattr("tilth.ui.signs.living", lambda state: beats if sign == "heartbeat" else [])
         if sign == "progress":
             (run.path / "progress.json").write_text("{}")
         else:
@@ -266,8 +266,8 @@ def test_a_run_in_a_long_step_gave_its_last_sign_of_life_then(tmp_path, monkeypa
 
 def test_the_list_reads_the_health_of_a_run_where_it_was_written(tmp_path, monkeypatch):
     looks = []
-    monkeypatch.setattr("tilth.ui.top.LATE", 1e9)
-    monkeypatch.setattr("tilth.ui.top.living", lambda state: looks.append(state) or [{"heartbeat_age": 1.0}])
+    monkeypatch.setattr("tilth.ui.signs.LATE", 1e9)
+    monkeypatch.setattr("tilth.ui.signs.living", lambda state: looks.append(state) or [{"heartbeat_age": 1.0}])
     session = tmp_path / "session"
     session.mkdir()
     (session / "health.json").write_text("{}")
@@ -283,7 +283,7 @@ def test_the_list_reads_the_health_of_a_run_where_it_was_written(tmp_path, monke
                 (session / "health.json").write_text(text)
             rows.page("", "", "", 0)
             assert len(looks) == count
-        monkeypatch.setattr("tilth.ui.top.LATE", 0.5)  # no rank gives a sign, or a stopped controller writes none
+        monkeypatch.setattr("tilth.ui.signs.LATE", 0.5)  # no rank gives a sign, or a stopped controller writes none
         rows.page("", "", "", 0)
         assert len(looks) == 3
 
@@ -482,18 +482,41 @@ def test_the_worst_answers_of_the_newest_step_come_first(client, folder):
     assert f"32 samples of step {newest}" in page.words
 
 
-@pytest.mark.parametrize("by", ["logprob", "mask", "version"])
-def test_colours_and_numbers_are_those_of_the_file(client, folder, by):
-    rows = sorted(
-        read_trajectories(folder / "agents").to_pylist(), key=lambda r: (r["reward"] is None, -(r["reward"] or 0))
-    )
-    page = page_of(client, f"/runs/agents/group?step=1&group=7&by={by}")
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A run with all that a token can have."""
+    return made.agents(tmp_path_factory.mktemp("learned"), "learned", learned=True)
+
+
+OF_FILE = {
+    "logprob": lambda row: row["logprobs"], "mask": lambda row: row["mask"], "advantage": lambda row: row["advantages"],
+    "version": lambda row: [row["version"]] * 7,
+    "difference": lambda row: [a - b for a, b in zip(row["trainer_logprobs"], row["logprobs"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by", OF_FILE)
+def test_colours_and_numbers_are_those_of_the_file(learned, by):
+    (path,) = (learned / "trajectories").glob("*.parquet")
+    rows = sorted(pq.read_table(path).to_pylist(), key=lambda r: (r["reward"] is None, -(r["reward"] or 0)))
+    page = page_of(client_of(learned)[0], f"/runs/learned/group?step=1&group=7&by={by}")
     shown = [a for n, a in page.seen if n == "span" and "token" in a.get("title", "")]
-    wanted = [(r["tokens"][i], numbers(r, by)[i]) for r in rows for i in (2, 3, 5, 6)]
-    assert len(shown) == len(wanted)
+    wanted = [(r["tokens"][i], OF_FILE[by](r)[i]) for r in rows for i in (2, 3, 5, 6)]
+    assert len(shown) == len(wanted) == 16
     for found, (token, value) in zip(shown, wanted):
         assert found["title"] == f"{COLOURINGS[by]} {value:.4g}, token {token}"
         assert found["class"].split()[0] == colour_of(by, value)
+
+
+def test_the_colour_of_a_number():
+    edges = {"logprob": (math.log(0.995), math.log(0.95), math.log(0.6), math.log(0.3), -9.0),
+             "difference": (0.0, -1e-5, 1e-5, 0.1, -2.0), "advantage": (0.0, 0.2, -0.2, 0.6, -9.0),
+             "version": (0, 1, 7, 8, 17), "mask": (0, 1)}  # fmt: skip
+    assert {by: [colour_of(by, value) for value in values] for by, values in edges.items()} == {
+        "logprob": ["p0", "p1", "p3", "p4", "p7"], "difference": ["p0", "p1", "p1", "p5", "p7"],
+        "advantage": ["z", "up0", "down0", "up1", "down3"], "version": ["v0", "v1", "v7", "v0", "v1"],
+        "mask": ["z", "up2"],
+    }  # fmt: skip
 
 
 def test_turns_calls_and_rewards_of_an_episode(client):

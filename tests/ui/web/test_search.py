@@ -165,13 +165,32 @@ def test_groups_of_rows_are_left_out_by_what_their_statistics_say(tmp_path, monk
     assert {group for groups in read for group in groups} == {2, 3}
 
 
-def test_a_column_that_cannot_be_kept_drops_none_that_are(monkeypatch):
+def test_a_value_that_cannot_be_kept_drops_none_that_are(monkeypatch):
     monkeypatch.setattr(searching, "KEPT", 100)
     monkeypatch.setattr(searching, "RESTS", -1.0)  # all rest at once
-    kept, some = searching.KeptColumns(), pa.chunked_array([pa.array([0] * 10, pa.int64())])
+    kept = searching.Kept()
     for _ in range(2):
-        kept.put("a", some)  # of 80 bytes, kept once
-    kept.put("b", pa.chunked_array([pa.array([0] * 20, pa.int64())]))
-    assert kept.get("a") is some and kept.get("b") is None
-    kept.put("c", some)
-    assert kept.get("a") is None and kept.get("c") is some
+        kept.put("a", "first", 80)  # kept once
+    kept.put("b", "large", 160)
+    assert kept.get("a") == "first" and kept.get("b") is None
+    kept.put("c", "other", 80)
+    assert kept.get("a") is None and kept.get("c") == "other"
+    monkeypatch.setattr(searching, "RESTS", 60.0)
+    kept.put("d", "newer", 30)
+    kept.put("e", "small", 20)
+    assert kept.get("c") == "other" and kept.get("d") is None and kept.get("e") == "small"
+
+
+def test_of_many_files_what_was_read_once_is_not_read_again(tmp_path, monkeypatch):
+    """A cache of the newest so many files would have none of them the next time."""
+    (tmp_path / "trajectories").mkdir()
+    for step in range(1, 301):
+        rows = [{"step": step, "id": i, "text": "yes"} for i in range(2)]
+        pq.write_table(conform(pa.Table.from_pylist(rows)).select(["step", "id", "text"]),
+                       tmp_path / "trajectories" / f"steps-{step:06d}-{step:06d}.parquet")  # fmt: skip
+    monkeypatch.setattr(searching, "_KEPT", searching.Kept())
+    read, reader = [], searching.pq.read_metadata
+    monkeypatch.setattr(searching.pq, "read_metadata", lambda path: (read.append(path), reader(path))[1])
+    for text, count in (("yes", 300), ("no", 300), ("yes", 300)):
+        assert search(tmp_path, Wanted((0, 999), text=text, sort="id")).total == (600 if text == "yes" else 0)
+        assert len(read) == count

@@ -199,7 +199,9 @@ const lanes = async (figure, step, begin = 0, end = 1) => {
 };
 for (const figure of all('.lanes-plot')) {
   guarded(one => lanes(one, one.dataset.step), figure);
-  for (const link of all('a.pick')) link.addEventListener('click', event => {
+  addEventListener('click', event => {
+    const link = event.target.closest('a.pick');  // those of new steps too
+    if (!link) return;
     event.preventDefault();
     guarded(one => lanes(one, link.dataset.step), figure);
   });
@@ -216,10 +218,14 @@ addEventListener('click', event => {
 
 const held = part => part.contains(document.activeElement) ||
   (!getSelection().isCollapsed && getSelection().containsNode(part, true));
-const redraw = async () => {
+const current = async () => {
   const answer = await fetch(location.href);
-  if (!answer.ok) return;
-  const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
+  return answer.ok ? new DOMParser().parseFromString(await answer.text(), 'text/html') : null;
+};
+const redraw = async () => {
+  const page = await current();
+  if (!page) return;
+  if (page.querySelector('.lanes-plot') && !document.querySelector('.lanes-plot')) return location.reload();  // its first events
   for (const part of all('[data-live]')) {
     const fresh = page.getElementById(part.id);
     if (!fresh || held(part)) continue;
@@ -230,6 +236,18 @@ const redraw = async () => {
     for (const one of all('input', fresh)) if (chosen.includes(one.value)) one.checked = true;
   }
 };
+// A metric that is measured for the first time brings its chart.
+const unfold = async news => {
+  const box = document.querySelector('.plots[data-known]');
+  if (!box || !news || news.metrics === undefined || news.metrics === Number(box.dataset.known) || held(box)) return;
+  const page = await current(), fresh = page && page.querySelector('.plots');
+  if (!fresh) return;
+  const old = new Map(all('figure.plotted', box).map(figure => [figure.dataset.metrics, figure]));
+  const figures = all('figure.plotted', fresh).map(one => old.get(one.dataset.metrics) || document.adoptNode(one));
+  if (figures.length) box.replaceChildren(...figures);
+  box.dataset.known = fresh.dataset.known;
+  for (const figure of figures) seen.observe(figure);
+};
 const unread = () => document.querySelector('[data-unread]:not([data-unread="0"])');
 const health = () => document.getElementById('health') && document.querySelector('#head .state.running');
 let busy = false, again = false, drawn = performance.now(), later = null;
@@ -239,6 +257,7 @@ const update = async news => {
   const began = performance.now(), wait = drawn + (unread() ? 700 : health() ? 2000 : 5000) - began;
   try {
     await grow(all('figure.plotted[data-drawn]').filter(figure => figure.dataset.seen), news);
+    await unfold(news);
     const live = document.querySelector('[data-live]');  // news have the other parts
     if (live && wait <= 0) {
       drawn = began;

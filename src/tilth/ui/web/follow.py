@@ -18,7 +18,7 @@ from tilth.core.errors import DataError, TilthError, parsing
 from tilth.data.cache import FileState, file_state
 from tilth.runs.files import flattened
 from tilth.runs.readers import present, stored_state, summarise
-from tilth.ui.listing import SIGNS
+from tilth.ui.signs import SIGNS
 from tilth.ui.top import KeptFiles, Look, RunWatcher
 from tilth.ui.web.metric_table import RECENT, MetricTable, Record
 
@@ -320,6 +320,7 @@ class News:
         follows = isinstance(before, tuple)
         parts = self._changed(run, look, rested=follows and before[3] == state["state"])
         news = {"step": last, "state": state["state"], "parts": parts, "version": list(table.version)}
+        news["metrics"] = len(table.names)  # a new one has a chart
         if follows:
             news |= {"before": list(before[0]), "points": _points(table, before[0], before[-1])}
         return (*mark, last), _event(news)

@@ -111,17 +111,10 @@ class MetricTable:
         begin, self._rows = self._rows, self._rows + count
         for name, values in columns.items():
             found = self._phase_codes(values) if name == "phase" else _numbers(values)
-            if found is None:
-                continue
-            column = self._columns.get(name)
-            if column is None or len(column) < self._rows:
-                grown = np.full(max(2 * begin, self._rows, 256), np.nan)
-                grown[:begin] = np.nan if column is None else column[:begin]
-                self._columns[name] = column = grown
-            column[begin : self._rows] = found
-        for name, column in self._columns.items():
-            if len(column) < self._rows:
-                self._columns[name] = np.concatenate([column, np.full(self._rows, np.nan)])
+            if found is not None or name in self._columns:
+                self._room(name, begin)[begin : self._rows] = np.nan if found is None else found
+        for name in self._columns.keys() - columns.keys():
+            self._room(name, begin)[begin : self._rows] = np.nan
         if not count:
             return
         steps = self._columns["step"][max(begin - 1, 0) : self._rows]
@@ -129,6 +122,15 @@ class MetricTable:
         self._late += late
         if late:
             self._sort()
+
+    def _room(self, name: str, begin: int) -> np.ndarray:
+        """Return a column with room for the rows behind the first ``begin``; memory that no row has is not touched."""
+        column = self._columns.get(name)
+        if column is None or len(column) < self._rows:
+            grown = np.empty(max(2 * begin, self._rows, 256))
+            grown[:begin] = np.nan if column is None else column[:begin]
+            self._columns[name] = column = grown
+        return column
 
     def _phase_codes(self, values: Sequence[Any] | pa.ChunkedArray) -> np.ndarray:
         plain = values.to_pylist() if isinstance(values, pa.ChunkedArray) else values

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +26,8 @@ SECONDS = 5.0
 """Seconds after which a search reads no further file."""
 READERS = 4
 """Most files that a search reads at the same time, each on a core."""
-FILES = 256
-"""Files whose metadata are kept, and searches of a file for a text whose places are."""
-KEPT = 64 << 20
-"""Bytes of columns that are kept for the next search; a column goes for another one ``RESTS`` seconds after its use, so
-that a run that does not fit has what fits."""
-RESTS = 30.0
+KEPT, RESTS = 64 << 20, 30.0
+"""See ``Kept``."""
 ROWS = 4096
 """Texts that are looked through at once."""
 GROUP = 64
@@ -193,38 +188,44 @@ def _match(path: Path, wanted: Wanted, chosen: pc.Expression, most: int) -> Matc
         return Matches(0, None, f"{path.name} cannot be read and is left out: {str(error).splitlines()[0][:200]}")
 
 
-class KeptColumns:
-    """Columns of whole files for the next search, ``KEPT`` bytes at most."""
+class Kept:
+    """What searches have read of files, for the next ones: ``KEPT`` bytes at most. A value goes for another one
+    ``RESTS`` seconds after its use, so that of a run that does not fit is kept what fits, however many its files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._columns: dict[Any, tuple[float, int, pa.ChunkedArray]] = {}
-        """Key -> when it was used, its bytes, the column; the newest use is the last."""
+        self._values: dict[Any, tuple[float, int, Any]] = {}
+        """Key -> when it was used, its bytes, the value; the newest use is the last."""
+        self._nbytes = 0
 
-    def get(self, key: Any) -> pa.ChunkedArray | None:
-        """Return a column, or None."""
+    def get(self, key: Any) -> Any:
+        """Return a value, or None."""
         with self._lock:
-            if key not in self._columns:
+            if key not in self._values:
                 return None
-            _, nbytes, column = self._columns.pop(key)
-            self._columns[key] = time.monotonic(), nbytes, column
-            return column
+            _, nbytes, value = self._values.pop(key)
+            self._values[key] = time.monotonic(), nbytes, value
+            return value
 
-    def put(self, key: Any, column: pa.ChunkedArray) -> None:
-        """Keep a column, if there is room or others have not been used lately."""
-        if column.nbytes > KEPT:
+    def put(self, key: Any, value: Any, nbytes: int) -> None:
+        """Keep a value, if there is room or others have not been used lately."""
+        if nbytes > KEPT:
             return
         with self._lock:
-            self._columns.pop(key, None)
-            now, nbytes = time.monotonic(), column.nbytes + sum(one[1] for one in self._columns.values())
-            for old in [key for key, (used, _, _) in self._columns.items() if now - used > RESTS]:
-                if nbytes > KEPT:
-                    nbytes -= self._columns.pop(old)[1]
-            if nbytes <= KEPT:
-                self._columns[key] = now, column.nbytes, column
+            self._drop(key)
+            now = time.monotonic()
+            while self._nbytes + nbytes > KEPT and (first := next(iter(self._values), None)) is not None:
+                if now - self._values[first][0] <= RESTS:
+                    return
+                self._drop(first)
+            self._values[key] = now, nbytes, value
+            self._nbytes += nbytes
+
+    def _drop(self, key: Any) -> None:
+        self._nbytes -= self._values.pop(key, (0.0, 0, None))[1]
 
 
-_KEPT = KeptColumns()
+_KEPT = Kept()
 
 
 class StoredFile:
@@ -236,6 +237,7 @@ class StoredFile:
         counts = [self._about.row_group(group).num_rows for group in range(self._about.num_row_groups)]
         self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self._bounds: dict[str, list[Spread]] = {}
+        self.nbytes = 4 * self._about.serialized_size  # about what it takes once it is read
 
     def rows_of(self, groups: Sequence[int]) -> np.ndarray:
         """Return the places of the rows of groups of rows: int64 [n]."""
@@ -270,7 +272,7 @@ class StoredFile:
         absent = [name for name in wanted if name not in found]
         read = self._read(groups, absent) if absent else {}
         for name, column in read.items() if all_groups else ():
-            _KEPT.put((self._path, self._state, name), column)
+            _KEPT.put((self._path, self._state, name), column, column.nbytes)
         return pa.table({name: found.get(name, read.get(name)) for name in wanted})
 
     def _read(self, groups: Sequence[int], wanted: Sequence[str]) -> dict[str, pa.ChunkedArray]:
@@ -293,17 +295,22 @@ class StoredFile:
         return found
 
 
-@lru_cache(FILES)
 def _stored(path: Path, state: FileState) -> StoredFile:
     """Return a file, whose metadata are read anew where it was written."""
-    return StoredFile(path, state)
+    if (found := _KEPT.get((path, state))) is None:
+        found = StoredFile(path, state)
+        _KEPT.put((path, state), found, found.nbytes)
+    return found  # type: ignore[no-any-return]
 
 
-@lru_cache(FILES)
 def _saying(path: Path, state: FileState, groups: tuple[int, ...], text: str) -> np.ndarray:
     """Return which rows of groups of rows have a text in prompt or answer, as bits. Other pages and orders ask too."""
-    texts = _stored(path, state).columns(groups, _TEXTS)
-    return np.packbits(np.logical_or(*(_says(texts[name], text) for name in _TEXTS)))
+    key = path, state, groups, text
+    if (found := _KEPT.get(key)) is None:
+        texts = _stored(path, state).columns(groups, _TEXTS)
+        found = np.packbits(np.logical_or(*(_says(texts[name], text) for name in _TEXTS)))
+        _KEPT.put(key, found, found.nbytes)
+    return found  # type: ignore[no-any-return]
 
 
 def _ends(known: pq.Statistics | None, kind: type) -> tuple[Any, Any]:

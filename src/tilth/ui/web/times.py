@@ -29,8 +29,9 @@ from tilth.trace.clock_samples import events_folder, read_rounds, rounds_path
 from tilth.ui import format
 from tilth.ui.heat import colour
 from tilth.ui.report import workers_of
+from tilth.ui.signs import living, sign_of
 from tilth.ui.timeline import LANES, SLOW, chosen, hues, lanes, pictures
-from tilth.ui.top import first_line, living, sign_of
+from tilth.ui.top import first_line
 from tilth.ui.web.follow import FollowedRun
 
 NEWEST = 20

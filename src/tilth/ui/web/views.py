@@ -19,10 +19,11 @@ from tilth.runs.readers import ACCURACY, REWARD, present, read_recoveries
 from tilth.ui import format
 from tilth.ui.charts import CATALOGUE, DULL_AT_ZERO, MEMORY, Chart, Line, extremes, members
 from tilth.ui.html import render
-from tilth.ui.listing import METRICS, SIGNS, Row, age_of, measured, newest_write, row_of
+from tilth.ui.listing import METRICS, Row, measured, row_of
 from tilth.ui.report import findings, memory_card, planned, spent_steps, workers_of
 from tilth.ui.result import headline
 from tilth.ui.samples import prompt_of, sample
+from tilth.ui.signs import SIGNS, age_of, newest_write
 from tilth.ui.tokens import COLOURINGS, numbers, pieces_of
 from tilth.ui.top import KeptFiles, Look
 from tilth.ui.web.follow import FollowedRun, RunsFolder, written
