@@ -317,6 +317,18 @@ def test_metrics_are_read_at_once_and_a_file_as_long_and_as_old_in_their_place_t
         assert followed.refresh().column("loss").tolist() == [1.0, 0.7]
 
 
+def test_records_are_kept_of_runs_that_are_watched_alone(tmp_path):
+    """Those of all runs of a list would be most of the server's memory."""
+    with made.running(tmp_path) as run:
+        followed = RunsFolder(tmp_path).get("live")
+        assert followed.summary()["steps"] == 1 and not followed._new
+        assert followed.look().progress.record["reward/mean"] == 0.5 and not followed._new  # it has had them
+        run.commit_step({"step": 2, "phase": "grpo", "loss": 0.25})
+        read_metrics(run.path)
+        followed.refresh()
+        assert [record["loss"] for record in followed._new] == [0.25] == [followed.look().progress.record["loss"]]
+
+
 def test_a_folder_without_runs_and_one_that_is_none(tmp_path):
     assert "tilth run addition-grpo" in page_of(client_of(tmp_path)[0], "/").words
     with raises(DataError, "RUNS_DIR"):
@@ -764,6 +776,7 @@ def test_a_step_and_the_end_of_a_run_are_news(tmp_path, monkeypatch):
         first, second = news_of(tmp_path, "live", lambda: run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5}), 2)
         assert (first["step"], second["step"]) == (1, 2) and second["state"] == "running"
         assert second["before"] == first["version"] and second["points"] == [read_metrics(run.path)[-1]]
+        assert (first["metrics"], second["metrics"]) == (3, 3)  # reward, loss, tokens
         assert second["version"][1] > first["version"][1] and first["version"][0] == second["version"][0]
         _, ended = news_of(tmp_path, "live", lambda: run.end("finished"), 2)
         assert ended["state"] == "finished"

@@ -84,6 +84,15 @@ def test_it_finds_what_a_filter_of_all_rows_finds(run, wanted, kept_bytes):
     assert all(row["text"] == texts[row["id"]] for row in found.rows)
 
 
+@settings(max_examples=examples(300), deadline=None)
+@given(st.lists(st.one_of(st.none(), st.text("aAbßé ", max_size=5)), max_size=12),
+       st.text("abAé ", min_size=1, max_size=3), st.integers(0, 3), st.sampled_from([1, 2, 64]))  # fmt: skip
+def test_a_text_is_found_within_each_text_alone(texts, wanted, first, few):
+    with mock.patch.object(searching, "FEW", few):
+        found = searching._said(pa.array(texts, pa.string())[first:], wanted)
+    assert found.tolist() == [text is not None and wanted.lower() in text.lower() for text in texts[first:]]
+
+
 def test_a_group_is_whole_and_the_best_comes_first(run):
     found = group_of(run, 6, 62)
     assert [row["id"] for row in found] and {row["group"] for row in found} == {62} and len(found) == 4
@@ -125,7 +134,7 @@ def test_columns_are_read_of_groups_of_rows_that_have_the_text(tmp_path, monkeyp
 
     written(texts)
     monkeypatch.setattr(searching.StoredFile, "_read", reading)
-    monkeypatch.setattr(searching, "ROWS", 3)
+    monkeypatch.setattr(searching, "BYTES", 30)
     assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="a NEEDLE")).rows] == [3]
     assert read == [([0, 1, 2, 3], True, False), ([1], False, False), ([1], False, True)]
     assert [row["id"] for row in search(tmp_path, Wanted((1, 1), text="a needle", sort="reward")).rows] == [3]

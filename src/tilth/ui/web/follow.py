@@ -78,7 +78,8 @@ class FollowedRun:
             new, again = table.new()
             self.table = table
             self._seen, self._again = state, self._again or again
-            self._new = new if again else [*self._new, *new][-RECENT:]
+            if self._watch is not None:
+                self._new = new if again else [*self._new, *new][-RECENT:]
             return table
 
     def new(self) -> tuple[list[Record], bool]:
@@ -99,7 +100,9 @@ class FollowedRun:
         """Return its state now. DataError: not a run."""
         with self.lock:
             if self._watch is None:
+                table = self.refresh()
                 self._watch = RunWatcher(self.path, self, times=False)
+                self._new = [table.record(row) for row in range(max(len(table) - RECENT, 0), len(table))]
             return self._watch.look()
 
     def summary(self) -> Record:

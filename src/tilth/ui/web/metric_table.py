@@ -69,7 +69,7 @@ class MetricTable:
                 self._clear()
                 self._file, self._files = found.st_ino, self._files + 1
             records: list[Record] = []
-            file.seek(self._at)
+            begin = file.seek(self._at)
             while block := file.read(BLOCK):
                 whole = block[: block.rfind(b"\n") + 1]
                 if not whole and len(block) < BLOCK:
@@ -79,6 +79,8 @@ class MetricTable:
                 records = [*records, *self._take(whole)][-RECENT:]
                 file.seek(self._at)
             self._end = end_at(file, self._at)
+        if self._at - begin > BLOCK:
+            pa.default_memory_pool().release_unused()
         self.nbytes = sum(column.nbytes for column in self._columns.values())
         return records, again
 
