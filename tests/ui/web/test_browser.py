@@ -88,16 +88,19 @@ def until(page, expression, seconds=PATIENT):
 DRAWN = "figure.plotted[data-drawn] .main-svg"
 STREAMS = "stream && stream.readyState === EventSource.OPEN"
 FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+SLOW = pytest.mark.slow
+RUN = "runs/sums-a-001"
+"""Its page is drawn where the keyboard is tried: that of a chart takes seconds of processor time to begin."""
 PATHS = {
-    "": "table tbody tr", "runs/sums-a-001": DRAWN,
+    "": "table tbody tr", RUN: DRAWN,
     "runs/sums-a-001/trajectories": "table.samples",
     "runs/agents/group?step=1&group=7": ".text span", "runs/ranks/time": ".lanes-plot[data-bound] .main-svg",
-    "runs/ranks/health": "table.heat", "compare?run=sums-a-001&run=agents": DRAWN,
+    "runs/ranks/health": "table.heat", "compare?run=sums-a-001&run=agents": "table.keys-table",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("looks", [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}}])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=SLOW) if path == RUN else path for path in PATHS])
 def test_every_view_is_drawn(browser, site, path, looks):
     with tab(browser, **looks) as page:
         page.goto(site + path)
@@ -112,8 +115,8 @@ def commit(run, step, **more):
     run.commit_step({"step": step, "phase": "grpo", **values, **more})
 
 
-@pytest.mark.parametrize("seconds", [PATIENT, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_curve_grows_with_a_commit(browser, site, folder, seconds):
+@pytest.mark.parametrize("seconds", [PATIENT, pytest.param(3, marks=SLOW)])
+def test_a_curve_grows_with_a_commit_until_the_run_is_killed(browser, site, folder, seconds):
     name = f"grows-{seconds}"
     with made.running(folder, name) as run, tab(browser) as page:
         page.goto(site + f"runs/{name}")
@@ -125,11 +128,12 @@ def test_a_curve_grows_with_a_commit(browser, site, folder, seconds):
         until(page, f"{count} === 2", seconds)
         page.wait_for_selector("#head .lede:has-text('step 2')")
         page.wait_for_selector("figure.plotted:has-text('Entropy')")  # whose metric is new
-        run.end("finished")
-        page.wait_for_selector("#head .state.finished")
+        assert page.locator("#head .state.running").count()
+        run.update(pid=1, pid_started=0.0)  # as of a process that has ended
+        page.wait_for_selector("#head .state.interrupted")
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_page_that_follows_a_run_asks_for_nothing(browser, site, folder):
     """News have the points of its curves and its tiles, so that a page costs the run nothing else."""
     with made.running(folder, "asks") as run, tab(browser) as page:
@@ -146,18 +150,11 @@ def test_a_page_that_follows_a_run_asks_for_nothing(browser, site, folder):
         until(page, "/Steps\\s*[678]/.test(document.getElementById('tiles').innerText)")
         assert asked.count("/runs/asks") == 0 and asked.count("/curves.json") <= patience(2)
         run.end("finished")
+        page.wait_for_selector("#head .state.finished")
         until(page, "/Steps\\s*8/.test(document.getElementById('tiles').innerText)")
 
 
-def test_a_run_that_is_killed_while_it_is_watched(browser, site, folder):
-    with made.running(folder, "killed") as run, tab(browser) as page:
-        page.goto(site + "runs/killed")
-        page.wait_for_selector("#head .state.running")
-        run.update(pid=1, pid_started=0.0)  # as of a process that has ended
-        page.wait_for_selector("#head .state.interrupted")
-
-
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("kind", ["runs", "was-killed"])
 def test_every_view_of_a_run_that_is_not_finished_is_drawn(browser, site, folder, kind):
     with made.running(folder, kind) as run, tab(browser) as page:
@@ -172,7 +169,7 @@ def test_every_view_of_a_run_that_is_not_finished_is_drawn(browser, site, folder
             page.evaluate(FRAMES)
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_page_that_was_opened_before_the_first_step_and_its_events_shows_them(browser, site, folder):
     with made.RunDir.create(made.named(folder, "first"), "first") as run, tab(browser) as page, tab(browser) as other:
         page.goto(site + "runs/first")
@@ -185,7 +182,7 @@ def test_a_page_that_was_opened_before_the_first_step_and_its_events_shows_them(
         other.wait_for_selector(".lanes-plot[data-bound] .main-svg")
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_click_on_a_point_leads_to_the_samples_of_its_step(browser, site):
     with tab(browser) as page:
         page.goto(site + "runs/sums-a-001?q=reward/mean")
@@ -221,7 +218,7 @@ def test_the_keyboard_is_enough(browser, site):
         page.wait_for_url(f"**/trajectories?steps={last}")
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_touch_on_a_token_shows_its_number(browser, site):
     with tab(browser, has_touch=True, viewport={"width": 390, "height": 800}) as page:
         page.goto(site + "runs/agents/group?step=1&group=7")
@@ -232,7 +229,7 @@ def test_a_touch_on_a_token_shows_its_number(browser, site):
         assert page.inner_text("#tip") == ""
 
 
-@pytest.mark.slow
+@SLOW
 def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser, site):
     with tab(browser) as page:
         page.goto(site)
@@ -252,7 +249,7 @@ def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser,
         page.wait_for_selector("table.keys-table")
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, site):
     with tab(browser) as page:
         page.goto(site + "runs/ranks/time")
@@ -266,7 +263,7 @@ def test_a_timeline_is_read_with_more_detail_where_it_is_zoomed(browser, site):
             page.keyboard.press("ArrowLeft")
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_token_by_the_printed_address(browser, folder):
     with made.started(folder, token="a secret") as server, tab(browser) as page:
         page.goto(server.address)
@@ -274,7 +271,7 @@ def test_a_token_by_the_printed_address(browser, folder):
         assert page.url.endswith("/") and "key" not in page.url
 
 
-@pytest.mark.slow
+@SLOW
 def test_without_the_script_every_view_has_its_tables(browser, site):
     with tab(browser, java_script_enabled=False) as page:
         for path in PATHS:

@@ -78,14 +78,13 @@ def _covering(paths: Sequence[Path], steps: range) -> Sequence[Path]:
 
 
 def _last_step(path: Path) -> int:
-    """Return the last step that a file has events of; a file that is torn is the last one of its process."""
+    """Return the last step that a file has events of; a file that is torn is the last one of its process. Its metadata
+    do not say: events are written without statistics."""
     try:
-        about = pq.read_metadata(path)
+        last = pc.max(pq.read_table(path, columns=["step"])["step"]).as_py()
     except (pa.ArrowException, OSError):
         return TORN
-    place = about.schema.names.index("step")
-    found = [about.row_group(i).column(place).statistics for i in range(about.num_row_groups)]
-    return max((int(one.max) for one in found if one is not None and one.has_min_max), default=-1)
+    return -1 if last is None else int(last)
 
 
 def time_page(run: FollowedRun, steps: range | None) -> Row:
