@@ -1,17 +1,20 @@
 """``tilth layout``: what it prints is what the plan says, and nothing is started or trained for it."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.models import tiny
-from tilth.cli.layout import generating, look, spans
+from tilth.cli.layout import look, spans
 from tilth.cli.main import app
 from tilth.config.load import load_recipe
 from tilth.core.memory import Room
 from tilth.data.prompts import load_source
 from tilth.data.tokenizer import Tokenizer
+from tilth.launch.rewards import generating
 from tilth.models.family import new_config
 from tilth.models.hf import save_pretrained
 from tilth.plan.layout import place
@@ -244,3 +247,18 @@ def test_predictions_are_checked_against_published_step_times():
     assert f"median error: {found['median_error']:.1%} of {len(found['rows'])} rows" in text and "3.74%" in text
     assert all(f"{100 * row['error']:+.0f} %" in text for row in found["rows"])
     assert "use published" in refused("sft", "--check-against", "mine")
+
+
+REFUSED = """import sys
+from tilth.cli.main import app
+for words in ("layout sft", "layout sft --check-against nodir", "data show sft", "data tokenize sft"):
+    try:
+        app([*words.split(), "data.source=nodir"])
+    except SystemExit:
+        print("torch" in sys.modules)
+"""
+
+
+def test_data_that_are_nowhere_and_a_wrong_comparison_are_refused_before_torch_is_imported(tmp_path):
+    done = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["False"] * 4, done.stderr

@@ -1,6 +1,7 @@
 """Distillation from a teacher with another tokenizer, whole runs. ``python -m tests.flows.test_teacher FOLDER`` writes
 the tokenizer of numbers."""
 
+import json
 import signal
 import sys
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from tilth.flows.step_log import StepLog
 from tilth.launch.checks import check_algorithm
 from tilth.runs.metrics import Metrics
 from tilth.runs.signals import Interrupted
+from tilth.runs.state import RunState
 
 ONCE = {"eval_every": 0, "save_every": 40}
 STUDENT = {"flow": "distill", "supervised": {"steps": 1}, "rollout": {"max_tokens": 6}}
@@ -164,10 +166,13 @@ if __name__ == "__main__":
 )
 def test_a_teacher_with_which_most_of_its_first_answers_cannot_be_aligned_is_named(steps, warned):
     warnings, log = list[str](), StepLog.__new__(StepLog)
-    log.metrics, log.state, log.say, log._aligned = Metrics(), SimpleNamespace(step=0), print, set()
+    log.metrics, log.state, log.say = Metrics(), SimpleNamespace(step=0, aligned=[]), print
     log.directory = SimpleNamespace(warn=lambda step, text: warnings.append(text))
     for teacher, lost, tokens in steps:
         log.add_unaligned(lost, tokens, teacher)
     assert [text.partition(" tokens")[0] for text in warnings] == warned
     lost, tokens = (sum(step[i] for step in steps) for i in (1, 2))
     assert log.metrics.values()["reference/unaligned"] == lost / tokens
+    log.state = RunState(**json.loads(json.dumps(vars(log.state))))
+    log.add_unaligned(8, 10, steps[-1][0])
+    assert len(warnings) == len(warned), "a resumed run does not warn again"

@@ -7,15 +7,13 @@ import typer
 
 from tilth.cli.main import AlgorithmsCommand
 from tilth.cli.tables import show, side_by_side
-from tilth.config.load import parse_overrides
 from tilth.rl.overview import COLUMNS, entries, overview, row
 
 
-def compare(options: AlgorithmsCommand) -> None:
-    """Print the flows among the words, or all; the others are overrides. Of several named ones only differences."""
-    words = options.words or []
-    flows = [word for word in words if "=" not in word]
-    found = overview(flows, parse_overrides([word for word in words if "=" in word]))
+def compare(options: AlgorithmsCommand, named: tuple[list[str], dict[str, Any]]) -> None:
+    """Print the flows that are named, or all, with the keys that are. Of several named ones only differences."""
+    flows, keys = named
+    found = overview(flows, keys)
     if options.as_json:
         typer.echo(json.dumps({"algorithms": found, "entries": entries()}, indent=2))
         return

@@ -13,17 +13,17 @@ from rich.text import Text
 from tilth.cli.main import DataShowCommand, DataTokenizeCommand
 from tilth.cli.tables import Terminal, new_table
 from tilth.cli.tables import show as show_parts
+from tilth.config.schema import Recipe
 from tilth.launch.data_balance import BalanceReport
 from tilth.launch.data_view import MixtureShare, ShownExample, View, look, tokenise
-from tilth.runs.trust import load_named
 from tilth.ui import format
 
 SHOWN = 600  # most tokens of an example in the terminal
 
 
-def show(options: DataShowCommand) -> None:
+def show(options: DataShowCommand, recipe: Recipe) -> None:
     """Print the findings and ``n`` examples. Exit code 1: something would stop the run."""
-    view = look(load_named(options.name, options.overrides or ()), options.n)
+    view = look(recipe, options.n)
     if options.as_json:
         typer.echo(json.dumps(asdict(view), ensure_ascii=False))
     else:
@@ -34,9 +34,9 @@ def show(options: DataShowCommand) -> None:
         raise typer.Exit(1)
 
 
-def tokenize(options: DataTokenizeCommand) -> None:
+def tokenize(options: DataTokenizeCommand, recipe: Recipe) -> None:
     """Build the caches, and print a row for each source."""
-    rows, notes = tokenise(load_named(options.name, options.overrides or ()))
+    rows, notes = tokenise(recipe)
     if options.as_json:
         typer.echo(json.dumps([row._asdict() for row in rows]))
         return

@@ -56,11 +56,14 @@ def group(name: str, text: str, kind: type[typer.core.TyperGroup] = typer.core.T
     return made
 
 
-def command(name: str, target: str, parent: typer.Typer = app) -> Callable[[type[Declared]], type[Declared]]:
+def command(
+    name: str, target: str, parent: typer.Typer = app, first: Callable[[Any], Any] | None = None
+) -> Callable[[type[Declared]], type[Declared]]:
     """Register a command: a named tuple declares its options, ``target`` (module:function) takes an object of it.
 
     target: of this package, or of the studies, as in "studies.module:function". Its module is imported when the command
-    runs, after a method ``check`` of the tuple, which finds mistakes that need not wait for seconds of imports.
+    runs. first: called with the object before, so that mistakes that it finds need not wait for seconds of imports;
+    what it returns is the second argument of the target.
     """
 
     def register(declared: type[Declared]) -> type[Declared]:
@@ -68,9 +71,9 @@ def command(name: str, target: str, parent: typer.Typer = app) -> Callable[[type
         def call(**given: Any) -> None:
             _, own, function = target.partition("studies.")
             asked = declared(**given)
-            getattr(asked, "check", lambda: None)()
+            found = () if first is None else (first(asked),)
             body = study(function) if own else resolve(f"tilth.cli.{target}")
-            body(asked)
+            body(asked, *found)
 
         parent.command(name)(call)
         return declared

@@ -23,11 +23,10 @@ from tilth.launch.planning import (
     chosen_device,
     described,
     described_models,
-    generating,
     searched,
     with_found_layouts,
 )
-from tilth.launch.rewards import has_function
+from tilth.launch.rewards import generating, named_reward
 from tilth.plan.fit import MemoryUse, places
 from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place
 from tilth.plan.mapping import PoolChoice, RoleMapping
@@ -36,7 +35,6 @@ from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import GroupTraffic, tokens_of_rank, traffic, work
 from tilth.plan.working import total
-from tilth.runs.trust import load_named
 from tilth.ui import format
 
 SHOWN = 32  # most workers in the tables; ``--json`` has all
@@ -61,16 +59,15 @@ class Plan:
     told: list[str]
 
 
-def show(options: LayoutCommand) -> None:
+def show(options: LayoutCommand, recipe: Recipe) -> None:
     """Print the plan; with --search the mapping that the search finds, with --check-against errors of predictions."""
-    recipe, as_json = load_named(options.name, options.overrides or ()), options.as_json
-    devices, device_type = options.devices, options.device_type
+    as_json = options.as_json
     if options.check_against is not None:
-        study("published_steps:show")(recipe, options.check_against, as_json=as_json)
+        study("published_steps:show")(recipe, as_json=as_json)
         return
     if options.search:
-        devices = devices or recipe.cluster.workers
-        found = searched(recipe, chosen_device(device_type, recipe, devices), devices)
+        devices = options.devices or recipe.cluster.workers
+        found = searched(recipe, chosen_device(options.device_type, recipe, devices), devices)
         plain, parts = search_object(found), search_tables(found)
     else:
         plan = look(with_found_layouts(recipe)[0] if recipe.cluster.search else recipe)
@@ -95,7 +92,7 @@ def look(recipe: Recipe) -> Plan:
     workers, (host, gpus) = predicted(here), rooms(here)
     refused, told = judged(here, longest, predicted, host, gpus)
     told = [f"it cannot run here: {refused}"] if refused else told
-    if not has_function(recipe):
+    if not named_reward(recipe):
         placed.pop("reward", None)
         workers = [replace(one, seats=tuple(seat for seat in one.seats if seat.role in placed)) for one in workers]
     talks, found = traffic(recipe, shape, longest, generates=generates), places(here, workers, host, gpus)

@@ -4,7 +4,7 @@ imported when the command runs, takes an object of it."""
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer import Argument, Option
@@ -13,6 +13,9 @@ from tilth.cli.declare import app, command, group
 from tilth.cli.groups import RunFirst
 from tilth.config.errors import RecipeError
 from tilth.config.imports import end_uncollected
+
+if TYPE_CHECKING:
+    from tilth.config.schema import Recipe
 
 COMMAND = "command"
 """Object of the context of a process that is nothing but a command, so that it may fork."""
@@ -150,7 +153,17 @@ class SweepCommand(NamedTuple):
     as_json: JsonOption = False
 
 
-@command("algorithms", "algorithms:compare")
+def _flows(asked: "AlgorithmsCommand") -> tuple[list[str], dict[str, Any]]:
+    """Return flows and keys. RecipeError: a flow that nobody declares, or a wrong key."""
+    from tilth.config.load import check_flows, parse_overrides
+
+    words = asked.words or []
+    flows, keys = [word for word in words if "=" not in word], parse_overrides([word for word in words if "=" in word])
+    check_flows(flows, keys)
+    return flows, keys
+
+
+@command("algorithms", "algorithms:compare", first=_flows)
 class AlgorithmsCommand(NamedTuple):
     """List all algorithms side by side; for two or more named flows only the differences.
 
@@ -164,16 +177,37 @@ class AlgorithmsCommand(NamedTuple):
     ] = None
     as_json: JsonOption = False
 
-    def check(self) -> None:
-        """Raise RecipeError for a flow that nobody declares, or a wrong key."""
-        from tilth.config.load import check_flows, parse_overrides
 
-        words = self.words or []
-        keys = parse_overrides([word for word in words if "=" in word])
-        check_flows([word for word in words if "=" not in word], keys)
+def _placed(asked: "LayoutCommand") -> "Recipe":
+    """Return the recipe. TilthError: it is bad, a model is nowhere, or an option lacks the one that it is for."""
+    from tilth.api import check_models
+    from tilth.data.origin import check_sources
+    from tilth.plan.devices import device_type
+    from tilth.runs.trust import load_named
+
+    recipe = load_named(asked.name, asked.overrides or ())
+    check_models(recipe)
+    if asked.check_against is None:
+        read = recipe.flow != "pretrain" or not recipe.model.path
+        if read and not recipe.data.tokenizer.startswith("bpe:"):  # else shape and lengths are known without data
+            check_sources(recipe.data)
+    elif asked.check_against != PUBLISHED:
+        message = f"--check-against {asked.check_against!r} is not there; use {PUBLISHED}"
+        raise RecipeError(message, key="--check-against")
+    here = asked.device_type == asked._field_defaults["device_type"]
+    if asked.search and not here:
+        device_type(asked.device_type)
+    if not asked.search and not (here and asked.devices is None):
+        option = f"--devices {asked.devices}" if asked.devices is not None else f"--device-type {asked.device_type}"
+        message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
+        raise RecipeError(message, key="--search")
+    return recipe
 
 
-@command("layout", "layout:show")
+PUBLISHED = "published"
+
+
+@command("layout", "layout:show", first=_placed)
 class LayoutCommand(NamedTuple):
     """Show where a recipe puts roles, ranks, shares of the model and memory, and which ranks communicate.
 
@@ -190,23 +224,8 @@ class LayoutCommand(NamedTuple):
     device_type: Annotated[
         str, Option(metavar="TYPE", help="with --search: a100-80g, h100, ..., a file TYPE.toml, or this machine: here")
     ] = "here"
-    check_against: Annotated[str | None, Option(metavar="published", help="how far predictions are from them")] = None
+    check_against: Annotated[str | None, Option(metavar=PUBLISHED, help="how far predictions are from them")] = None
     as_json: JsonOption = False
-
-    def check(self) -> None:
-        """Raise TilthError for a bad recipe, a model that is nowhere, or an option without the one that it is for."""
-        from tilth.api import check_models
-        from tilth.plan.devices import device_type
-        from tilth.runs.trust import load_named
-
-        check_models(load_named(self.name, self.overrides or ()))
-        here = self.device_type == self._field_defaults["device_type"]
-        if self.search and not here:
-            device_type(self.device_type)
-        if not self.search and not (here and self.devices is None):
-            option = f"--devices {self.devices}" if self.devices is not None else f"--device-type {self.device_type}"
-            message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
-            raise RecipeError(message, key="--search")
 
 
 @command("generate", "generate:speak")
@@ -436,7 +455,17 @@ class EnvRecordsCommand(NamedTuple):
 data = group("data", "Inspect data, and tokenise them ahead of a run.")
 
 
-@command("show", "data:show", data)
+def _recipe(asked: "DataShowCommand | DataTokenizeCommand") -> "Recipe":
+    """Return the recipe that a command names. TilthError: it is bad, or its data are nowhere."""
+    from tilth.data.origin import check_sources
+    from tilth.runs.trust import load_named
+
+    recipe = load_named(asked.name, asked.overrides or ())
+    check_sources(recipe.data)
+    return recipe
+
+
+@command("show", "data:show", data, _recipe)
 class DataShowCommand(NamedTuple):
     """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (exit code 1).
 
@@ -454,14 +483,8 @@ class DataShowCommand(NamedTuple):
     n: Annotated[int, Option("--n", min=0, help="number of examples, spread evenly")] = 3
     as_json: JsonOption = False
 
-    def check(self) -> None:
-        """Raise TilthError for a bad recipe."""
-        from tilth.runs.trust import load_named
 
-        load_named(self.name, self.overrides or ())
-
-
-@command("tokenize", "data:tokenize", data)
+@command("tokenize", "data:tokenize", data, _recipe)
 class DataTokenizeCommand(NamedTuple):
     """Build the caches of a recipe's data ahead of its run; print samples, tokens and weight of each source.
 
@@ -471,12 +494,6 @@ class DataTokenizeCommand(NamedTuple):
     name: RecipeArgument
     overrides: OverridesArgument = None
     as_json: JsonOption = False
-
-    def check(self) -> None:
-        """Raise TilthError for a bad recipe."""
-        from tilth.runs.trust import load_named
-
-        load_named(self.name, self.overrides or ())
 
 
 ckpt = group("ckpt", "Inspect, compare and remove checkpoints. Exit code 1: something is damaged or different.")

@@ -150,7 +150,7 @@ def _watched(recipe: Recipe, name: str, allow: Sequence[str], handed: Inherited 
 
 def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
     """Return lines on results, cost, the report and further commands. name: of the recipe on the command line."""
-    from tilth.launch.rewards import has_function, is_unscored
+    from tilth.launch.rewards import is_unscored, named_reward
     from tilth.ui.result import outcome
 
     lines = [*outcome(summary), f"report: {report}", "", "next:"]
@@ -159,7 +159,7 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
     question = "" if recipe.flow_spec.value else _question(recipe, held)
     if question:
         lines.append(f"  tilth generate {run} {shlex.quote(question)} --temperature 0")
-    silent = recipe.teaches and is_unscored(recipe) and not has_function(recipe)
+    silent = recipe.teaches and is_unscored(recipe) and not named_reward(recipe)
     if recipe.flow_spec.samples and not silent:
         limit = f" --limit {ENOUGH}" if held is not None and len(held) > ENOUGH else ""
         lines.append(f"  tilth eval {run} --k 1,8{limit}")

@@ -237,6 +237,13 @@ def apart(data: DataConfig, brought: RecordsByValue) -> bool:
     return bool(data.heldout) or "heldout" in brought
 
 
+def check_sources(data: DataConfig) -> None:
+    """Raise ``DataError`` for a source that is neither a task nor files."""
+    for origin in origins(data):
+        if not origin.is_task:
+            check_source(origin.key, origin.name)
+
+
 def check_source(key: str, name: str) -> None:
     """Raise ``DataError`` unless this value of a key is a source of files."""
     if is_source(name):

@@ -56,8 +56,6 @@ class StepLog:
         self._rules: list[SpikeRule | BehindRule] = [SpikeRule(name) for name in WATCHED[recipe.flow_spec.samples]]
         if recipe.rollout.staleness:
             self._rules.append(BehindRule(recipe))
-        self._aligned = set[str]()
-        """Teachers with other tokens that have been asked."""
         self._pending: list[tuple[Mapping[str, Metric], bool]] = []
         self._updates: list[Mapping[str, Metric]] = []
         self.updated: Callable[[dict[str, float]], None] = lambda metrics: None
@@ -109,9 +107,10 @@ class StepLog:
         """Count tokens of answers that cannot be aligned with a teacher's; warn if they are most of the first ones that
         it is asked about. teacher: its name, where there are several."""
         self.metrics.add_sum("reference/unaligned", lost, tokens)
-        first = tokens > 0 and teacher not in self._aligned
-        self._aligned.update([teacher] * first)
-        if first and 2 * lost > tokens:
+        if tokens == 0 or teacher in self.state.aligned:
+            return
+        self.state.aligned.append(teacher)
+        if 2 * lost > tokens:
             named = f"reference.teachers.{teacher}: " if teacher else ""
             text = f"{named}{lost} of {tokens} tokens of the answers cannot be written in the teacher's tokens, or not"
             self._warn(f"{text} aligned with them, so nothing is learned from them; the tokenizers are too different")

@@ -31,8 +31,7 @@ from tilth.launch.build import (
     tokenised,
 )
 from tilth.launch.data_balance import BalanceReport, balance_report
-from tilth.launch.planning import generating
-from tilth.launch.rewards import chosen_reward
+from tilth.launch.rewards import chosen_reward, generating
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import place
 from tilth.plan.packing import micro_batches

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tilth.config.plugins import task_names
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import host_memory
@@ -24,6 +23,7 @@ from tilth.data.records import wholes_of
 from tilth.data.template import data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch.build import Dataset, PretrainTexts, resolved
+from tilth.launch.rewards import generating
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hf import read_config
@@ -42,15 +42,6 @@ SAMPLED = 2048
 _PATIENCE = timedelta(minutes=1)
 HERE = "here"
 """Device type of this machine, measured."""
-
-
-def generating(recipe: Recipe) -> bool:
-    """True if the run has an engine and a reward: fine-tuning has them where its answers can be scored."""
-    if recipe.flow_spec.value:
-        return False
-    if recipe.flow_spec.learns in ("answers", "pairs"):
-        return bool(recipe.reward.function or recipe.rollout.environment) or recipe.data.source in task_names()
-    return recipe.flow != "pretrain"
 
 
 def described(recipe: Recipe, given: Dataset | None = None) -> tuple[DecoderShape, int, str]:

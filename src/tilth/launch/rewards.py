@@ -31,20 +31,28 @@ def chosen_reward(recipe: Recipe, prompts: object = None, given: Spec | None = N
     """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), an environment
     gives it, or a teacher alone is learned from. prompts: data without a name, instead of the recipe's. Raises
     RewardError if nothing gives a reward."""
-    if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value or recipe.rollout.environment:
-        return None
-    model = recipe.reward.model or recipe.grades
-    task = "" if prompts is not None or model else task_name(recipe)
-    function = of_plugins(given or recipe.reward.function or task)
-    silent = not recipe.flow_spec.samples or model or _taught(recipe)
+    function = of_plugins(named_reward(recipe, prompts, given))
+    silent = not recipe.flow_spec.samples or recipe.scores or _taught(recipe)
     return function or (None if silent else _no_reward(recipe, prompts))
 
 
-def has_function(recipe: Recipe) -> bool:
-    """Return True if a reward function of the recipe, or its task's, scores answers, in a role of its own."""
-    if recipe.flow_spec.value or recipe.rollout.environment:
-        return False
-    return bool(recipe.reward.function or (task_name(recipe) and not (recipe.reward.model or recipe.grades)))
+def named_reward(recipe: Recipe, prompts: object = None, given: Spec | None = None) -> Spec:
+    """Return the function that scores answers, in a role of its own: what is given, or the recipe's, or its task's; ""
+    for none. prompts, given: as of ``chosen_reward``."""
+    if not _answers(recipe) or recipe.rollout.environment:
+        return ""
+    own = given or recipe.reward.function
+    return own or ("" if prompts is not None or recipe.reward.model or recipe.grades else task_name(recipe))
+
+
+def generating(recipe: Recipe) -> bool:
+    """Return True if the run has an engine and a reward: fine-tuning has them where its answers can be scored."""
+    return recipe.flow_spec.samples or (_answers(recipe) and bool(recipe.scores or named_reward(recipe)))
+
+
+def _answers(recipe: Recipe) -> bool:
+    """Return True if the flow trains a model that answers prompts."""
+    return recipe.flow_spec.learns != "documents" and not recipe.flow_spec.value
 
 
 def is_unscored(recipe: Recipe) -> bool:

@@ -89,6 +89,8 @@ class RunState:
     """Number of the last event of these steps in the log (``runs.events``)."""
     flat: dict[str, float] = field(default_factory=dict)
     """Consecutive steps without a learning signal (``step_log.counted``)."""
+    aligned: list[str] = field(default_factory=list)
+    """Teachers with other tokens that have been asked."""
     weights: dict[str, float] = field(default_factory=dict)
     """Key of [algorithm] -> current value of an adapted weight, with what its adaptation depends on."""
     more_samples: int = 0
