@@ -18,8 +18,9 @@ from tilth.core.files import writing
 from tilth.core.trajectory import Trajectory
 from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
-from tilth.data.template import make_template
+from tilth.data.template import Template, make_template
 from tilth.engines.options import EngineOptions
+from tilth.engines.protocol import GenerationEngine
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.rounds import EngineRounds
 from tilth.envs.pool import EnvironmentPool
@@ -212,22 +213,26 @@ def evaluate(
 
     DataError for a prompt that does not fit the context, or no prompts; RewardError if all rewards are missing.
     """
-    if not len(prompts):
-        raise DataError("there are no prompts to evaluate on", key="prompts")
-    asked = list(prompts)
+    asked, template = _asked(prompts), make_template(how.template, wants_tokenizer(model))
+    ids = template.prompts(asked)
+    _check_lengths(asked, ids, how, model.config.max_positions)
     pool.ready()
-    trajectories, generating = _generate(model, asked, how, progress)
-    begin = time.perf_counter()
-    pairs = [(asked[i // how.samples], t) for i, t in enumerate(trajectories)]
-    outcomes = pool.score([(t.id, prompt.text, t.text, prompt.info) for prompt, t in pairs])
-    scoring = time.perf_counter() - begin
-    if all(o.value is None for o in outcomes):
-        raise RewardError(
-            f"all {len(outcomes)} rewards are missing; most often: {commonest(o.reason for o in outcomes)}",
-            key="reward",
-        )
-    samples = [Sample(prompt, i % how.samples, t, o) for i, ((prompt, t), o) in enumerate(zip(pairs, outcomes))]
-    return Evaluation(how, samples, {"generate": generating, "score": scoring})
+    engine, params = _engine(model, how, template, len(asked), max(map(len, ids)) + how.sampling.max_tokens)
+    requests = [  # adjacent for one prompt, so that they share its prefill
+        Request(prompt.index * SAMPLES + number, tokens, params, i, prompt.index, media=prompt.media)
+        for i, (prompt, tokens) in enumerate(zip(asked, ids))
+        for number in range(how.samples)
+    ]
+    begin, found, show = time.perf_counter(), dict[int, Trajectory](), progress or (lambda done, of: None)
+    show(0, len(requests))
+    for trajectory in EngineRounds(engine).drain(requests):
+        found[trajectory.id] = trajectory
+        show(len(found), len(requests))
+    done = [(asked[request.group], found[request.id]) for request in requests]
+    middle = time.perf_counter()
+    outcomes = pool.score([(t.id, prompt.text, t.text, prompt.info) for prompt, t in done])
+    seconds = {"generate": middle - begin, "score": time.perf_counter() - middle}
+    return _evaluation(how, asked, list(zip((t for _, t in done), outcomes)), seconds)
 
 
 def evaluate_episodes(
@@ -242,13 +247,9 @@ def evaluate_episodes(
 
     Errors as of ``evaluate``. ``turns`` is a part of every outcome.
     """
-    if not len(prompts):
-        raise DataError("there are no prompts to evaluate on", key="prompts")
-    asked, context, tokenizer = list(prompts), model.config.max_positions, wants_tokenizer(model)
+    asked, context, tokenizer = _asked(prompts), model.config.max_positions, wants_tokenizer(model)
     template = make_template(how.template, tokenizer)
-    params = SamplingParams(**{**asdict(how.sampling), "stop_tokens": template.stops})
-    rows = min(how.max_rows, len(asked) * how.samples)
-    engine = make_engine(model, EngineOptions(seed=how.seed, max_rows=rows, max_length=context))
+    engine, params = _engine(model, how, template, len(asked), context)
     requests = [
         EpisodeRequest(prompt.index * SAMPLES + number, json.loads(prompt.episode), i, prompt.index)
         for i, prompt in enumerate(asked)
@@ -258,44 +259,39 @@ def evaluate_episodes(
     show(0, len(requests))
     begin = time.perf_counter()
     found = Player(engine, template, tokenizer, pool, Limits(turns, context)).play(requests, params)
-    seconds = time.perf_counter() - begin
+    seconds = {"generate": time.perf_counter() - begin, "score": 0.0}
     show(len(requests), len(requests))
-    if all(one.trajectory.reward is None for one in found):
-        why = commonest(one.reason for one in found)
-        raise RewardError(f"all {len(found)} rewards are missing; most often: {why}", key="reward")
-    samples = [
-        Sample(asked[i // how.samples], i % how.samples, one.trajectory, _outcome(one)) for i, one in enumerate(found)
-    ]
-    return Evaluation(how, samples, {"generate": seconds, "score": 0.0})
+    return _evaluation(how, asked, [(one.trajectory, _outcome(one)) for one in found], seconds)
+
+
+def _asked(prompts: PromptSet) -> list[Prompt]:
+    if not len(prompts):
+        raise DataError("there are no prompts to evaluate on", key="prompts")
+    return list(prompts)
+
+
+def _engine(
+    model: LoadedModel, how: EvalSettings, template: Template, prompts: int, longest: int
+) -> tuple[GenerationEngine, SamplingParams]:
+    """Return an engine for sequences of at most ``longest`` tokens, and how it samples."""
+    rows = min(how.max_rows, prompts * how.samples)
+    engine = make_engine(model, EngineOptions(seed=how.seed, max_rows=rows, max_length=longest))
+    return engine, SamplingParams(**{**asdict(how.sampling), "stop_tokens": template.stops})
+
+
+def _evaluation(
+    how: EvalSettings, asked: list[Prompt], done: list[tuple[Trajectory, Outcome]], seconds: Mapping[str, float]
+) -> Evaluation:
+    if all(o.value is None for _, o in done):
+        why = commonest(o.reason for _, o in done)
+        raise RewardError(f"all {len(done)} rewards are missing; most often: {why}", key="reward")
+    samples = [Sample(asked[i // how.samples], i % how.samples, t, o) for i, (t, o) in enumerate(done)]
+    return Evaluation(how, samples, seconds)
 
 
 def _outcome(one: EpisodeResult) -> Outcome:
     parts, value = {"turns": float(one.turns), **one.parts}, one.trajectory.reward
     return Outcome(value, parts, "" if value is not None else one.reason, 0.0, _STATUS.get(one.status, "error"))
-
-
-def _generate(
-    model: LoadedModel, asked: list[Prompt], how: EvalSettings, progress: Progress | None
-) -> tuple[list[Trajectory], float]:
-    """Return the completions, adjacent for one prompt so that they share its prefill, and the seconds they took."""
-    template = make_template(how.template, wants_tokenizer(model))
-    ids = template.prompts(asked)
-    longest = max(map(len, ids)) + how.sampling.max_tokens
-    _check_lengths(asked, ids, how, model.config.max_positions)
-    params = SamplingParams(**{**asdict(how.sampling), "stop_tokens": template.stops})
-    rows = min(how.max_rows, len(asked) * how.samples)
-    engine = make_engine(model, EngineOptions(seed=how.seed, max_rows=rows, max_length=longest))
-    requests = [
-        Request(prompt.index * SAMPLES + number, tokens, params, i, prompt.index, media=prompt.media)
-        for i, (prompt, tokens) in enumerate(zip(asked, ids))
-        for number in range(how.samples)
-    ]
-    begin, found, show = time.perf_counter(), dict[int, Trajectory](), progress or (lambda done, of: None)
-    show(0, len(requests))
-    for trajectory in EngineRounds(engine).drain(requests):
-        found[trajectory.id] = trajectory
-        show(len(found), len(requests))
-    return [found[r.id] for r in requests], time.perf_counter() - begin
 
 
 def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: EvalSettings, context: int) -> None:
