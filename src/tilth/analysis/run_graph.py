@@ -195,7 +195,11 @@ def read_steps(events: Events, wanted: range | None = None, most: int = MOST) ->
     Raises DataError if no step is left.
     """
     steps, dropped = _complete(events, wanted)
-    steps, slowed = _undisturbed(events, steps)
+    during = np.isin(steps, profiled(events))
+    if during.all():
+        message = f"step {steps[0]} was profiled, as were all of these: their times are the profiler's too"
+        raise DataError(message, key="steps.profiled")
+    steps, slowed = steps[~during], tuple(steps[during].tolist())
     events, chosen = adopted(events), steps
     if len(events) > most:
         chosen, others = _newest(events, steps, most)
@@ -231,15 +235,6 @@ def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[in
     if broken.all():
         raise DataError(f"no step is complete: calls of step {steps[0]} are missing", key="steps.complete")
     return steps[~broken], steps[broken].tolist()
-
-
-def _undisturbed(events: Events, steps: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(steps without a profile, profiled steps). Raises DataError if all were profiled."""
-    during = np.isin(steps, profiled(events))
-    if during.all():
-        message = f"step {steps[0]} was profiled, as were all of these: their times are the profiler's too"
-        raise DataError(message, key="steps.profiled")
-    return steps[~during], tuple(steps[during].tolist())
 
 
 def _missing(events: Events) -> np.ndarray:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -118,15 +118,10 @@ class SlowRankWatch(Callback):
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Warn of what was found, and look again when it is time."""
-        while True:
-            try:
-                verdict, last = self._found.get_nowait()
-            except Empty:
-                break
-            if new := self.take(verdict, last):
+        while not self._found.empty():
+            if new := self.take(*self._found.get()):
                 run.say(f"warning: slow: {new.evidence}")
-                record = {"step": step, "kind": new.kind, "ranks": new.ranks, "evidence": new.evidence}
-                run.directory.note_finding({**record, "details": new.details})
+                run.directory.note_finding({"step": step, **vars(new)})
         busy = self._thread is not None and self._thread.is_alive()
         if not busy and time.monotonic() >= self._due:
             self._thread = threading.Thread(

@@ -12,6 +12,7 @@ import numpy as np
 
 from tilth.analysis.events import Events
 from tilth.analysis.network import last_start
+from tilth.analysis.run_graph import outermost
 from tilth.analysis.run_rates import paces
 from tilth.core.errors import DataError
 
@@ -149,11 +150,15 @@ def places(events: Events, bounds: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 def parts_of(events: Events) -> EventParts:
     """Return the part of every event."""
-    phase, call = _around(events)
-    calls, outer = _phases_of_calls(events, phase)
+    above, around = (outermost(events.parent, one) for one in (events.kind.is_("phase"), events.op.is_("call")))
+    phase = np.where(above >= 0, events.op.codes[above], -1).astype(np.int64)
+    call = np.where(around >= 0, events.seq[around], -1)
+    rows = np.flatnonzero(events.op.is_("submit") & (phase >= 0))
+    calls, first = np.unique(events.seq[rows], return_index=True)  # those submitted inside a phase, which is theirs too
     if calls.size:
         at = np.searchsorted(calls, call).clip(max=len(calls) - 1)
-        phase = np.where((calls[at] == call) & (events.rank != events.controller), outer[at], phase)
+        mine = (calls[at] == call) & (events.rank != events.controller)
+        phase = np.where(mine, phase[rows[first]][at], phase)
     main = _main(events)
     worked = (phase >= 0) & main & np.isin(events.rank, events.workers) & ~events.kind.is_("communication", "pause")
     took = np.bincount(phase[worked], events.own[worked], len(events.op.names))
@@ -168,28 +173,6 @@ def parts_of(events: Events) -> EventParts:
     code[events.op.is_(PROFILE)] = names.index(PROFILE)
     code[events.op.is_("receive")] = names.index(STAGES)
     return EventParts(names, code, main)
-
-
-def _around(events: Events) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] each: code of the outermost phase and number of the call around an event, or of itself; -1: none."""
-    is_phase, is_call = events.kind.is_("phase"), events.op.is_("call")
-    phase = np.where(is_phase, events.op.codes, -1).astype(np.int64)
-    call = np.where(is_call, events.seq, -1)
-    up, rows = events.parent.copy(), np.flatnonzero(events.parent >= 0)
-    while len(rows):
-        at = up[rows]
-        phase[rows] = np.where(is_phase[at], events.op.codes[at], phase[rows])
-        call[rows] = np.where(is_call[at], events.seq[at], call[rows])
-        up[rows] = events.parent[at]
-        rows = rows[up[rows] >= 0]
-    return phase, call
-
-
-def _phases_of_calls(events: Events, phase: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the calls submitted inside a phase, ascending, and the phase's code."""
-    rows = np.flatnonzero(events.op.is_("submit") & (phase >= 0))
-    numbers, first = np.unique(events.seq[rows], return_index=True)
-    return numbers, phase[rows[first]]
 
 
 def _main(events: Events) -> np.ndarray:
