@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from tilth.analysis.events import Events, load, of_steps
 from tilth.analysis.read import attempts, parts
 from tilth.core.errors import DataError
+from tilth.core.names import listed
 from tilth.trace.clock_samples import events_folder, read_rounds
 
 SHOWN = 3
@@ -81,8 +82,7 @@ def _of_rank(rank: int, files: dict[int, Path]) -> list[str]:
     missing = sorted(set(range(1, last)) - set(files))
     found = []
     if missing:
-        named = ", ".join(map(str, missing[:SHOWN])) + (f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN))
-        are = f"parts {named} are" if len(missing) > 1 else f"part {named} is"
+        are = f"parts {listed(missing, SHOWN)} are" if len(missing) > 1 else f"part {missing[0]} is"
         found.append(f"of rank {rank} {are} missing: what it did then looks like waiting")
     try:
         pq.read_metadata(files[last])

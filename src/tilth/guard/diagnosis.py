@@ -25,8 +25,9 @@ from tilth.cluster.controller.report import threads_of, waits
 from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
+from tilth.core.names import listed
 from tilth.guard.flight_recorder import FlightDump, dump, outside, parse
-from tilth.guard.localise import aborted, few, localise
+from tilth.guard.localise import FEW, aborted, localise
 from tilth.guard.verdict import Verdict
 from tilth.trace.ops import kind as kind_of
 
@@ -168,7 +169,7 @@ def explained(found: HangReport, named: Sequence[int], meshes: Mapping[str, Mesh
     elif blamed is not None:
         details["recorders"] = blamed.evidence
     sentences += [
-        f"rank{'s' * (len(some) > 1)} {few(some)} wait{'s' * (len(some) == 1)} in {at}" for at, some in waiting
+        f"rank{'s' * (len(some) > 1)} {listed(some, FEW)} wait{'s' * (len(some) == 1)} in {at}" for at, some in waiting
     ]
     if shared := _shared(found, meshes):
         details["stacks"] = shared

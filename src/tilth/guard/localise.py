@@ -11,13 +11,16 @@ Where nobody is left, or one number of a group has two calls, ranks called diffe
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from tilth.core.names import listed
 from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp
 from tilth.guard.verdict import Kind, Verdict
 
+FEW = 8
+"""Most ranks in a sentence."""
 LAG = 1
 """Collectives by which the record of a healthy device may be behind its peer's."""
 
@@ -200,16 +203,11 @@ def _row(dumps: Mapping[int, FlightDump], waits: _Waits, rank: int, rule: str) -
         "B": f"rank {rank} waits for nobody" + (f" and has not come to {what}" if name else ""),
         "C": f"rank {rank} gave no dump" + (f"; {what} is not complete" if name else ""),
     }
-    waiting = f"; rank{'s' * (len(on) > 1)} {few(on)} wait{'s' * (len(on) == 1)}" if on else ""
+    waiting = f"; rank{'s' * (len(on) > 1)} {listed(on, FEW)} wait{'s' * (len(on) == 1)}" if on else ""
     sentence = sentences[rule] + waiting + (f" at {sites[0]}" if sites else "")
     own = f"{last.op} {last.seq} of group {_title(dumps, last.group)} {last.site}".strip() if last else ""
     found = {"rule": rule, "group": name, "seq": seq, "waiting": on, "sites": sites, "last": own}
     return {**found, "sentence": sentence}
-
-
-def few(ranks: Sequence[int]) -> str:
-    """Return the first ranks as text, and how many there are."""
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _op(dump: FlightDump, group: str, seq: int) -> RecordedOp | None:

@@ -21,6 +21,7 @@ from tilth.cluster.backends.ray_files import RayFiles
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.core.errors import CheckpointError, ReplicaMismatch, StorageError
 from tilth.core.layout import Mesh
+from tilth.core.names import listed
 from tilth.guard.verdict import Verdict
 from tilth.plan.backups import peers
 from tilth.trace.spans import span
@@ -205,8 +206,8 @@ def _check_copies(name: str, role: WorkerGroup, digests: Mapping[int, Mapping[in
     verdict = compare(digests, name)
     if verdict is None:
         return
-    tensors = differing(role.copies())
-    error = ReplicaMismatch(f"{verdict.evidence}: {shortened(tensors)}", key=f"{name}.copies")
+    tensors = listed(differing(role.copies()), NAMED)
+    error = ReplicaMismatch(f"{verdict.evidence}: {tensors}", key=f"{name}.copies")
     error.ranks = verdict.ranks
     raise error
 
@@ -252,8 +253,3 @@ def differing(tensors: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
         for name, (holders, value) in own.items():
             seen.setdefault((name, holders), set()).add(value)
     return sorted({name for (name, _), values in seen.items() if len(values) > 1})
-
-
-def shortened(names: list[str]) -> str:
-    """Return the first names as text, and how many there are."""
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

@@ -19,6 +19,7 @@ from tilth.cluster.protocol import transfer
 from tilth.core.checksum import checksum
 from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
 from tilth.core.layout import Box, Layout
+from tilth.core.names import listed
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.sharded import ShardedModel
@@ -137,9 +138,8 @@ class Stateful:
             found = self._at_rest.changed()
         if found:
             self._at_rest.forget()
-            names = ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
-            message = f"{names}: other bits than at the end of the last update, although nothing has written to them"
-            raise ReplicaMismatch(message, key="at_rest")
+            message = "other bits than at the end of the last update, although nothing has written to them"
+            raise ReplicaMismatch(f"{listed(found, NAMED)}: {message}", key="at_rest")
 
     def _changing(self) -> AbstractContextManager[None]:
         """Expect the state to change in the block."""

@@ -8,7 +8,7 @@ checksums of what arrived.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from tilth.config.roles import ROLES
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Layout, Mesh
+from tilth.core.names import listed
 from tilth.parallel.lora import merged_parts
 from tilth.parallel.reshard import Part, Parts, Resharder, allocate, parts_of, share
 from tilth.parallel.sharded import WHOLE, ShardedModel, buckets
@@ -123,7 +124,8 @@ class WeightSyncWorker:
         self._share(target, receiver)
         self._bytes = self._taken = 0
         stream = self._stream(target, expected, damaged)
-        with span("publish") as sent, self._one_model():
+        sends = self.context.rank in self.source.ranks  # ranks of the policy that learn apart then have one model
+        with span("publish") as sent, self._policy().gradients.reducer.averaged() if sends else nullcontext():
             if receiver is not None:
                 receiver.receive(stream, version)
             for _ in stream:  # what a worker without a receiver has to send
@@ -144,11 +146,6 @@ class WeightSyncWorker:
 
     def _policy(self) -> ShardedModel:
         return self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
-
-    def _one_model(self) -> AbstractContextManager[None]:
-        """Let ranks of the policy that learn apart have one model in the block."""
-        sends = self.context.rank in self.source.ranks
-        return self._policy().gradients.reducer.averaged() if sends else nullcontext()
 
     def _own(self, names: Iterable[str], *, apart: bool = False) -> Parts:
         """Return this worker's part of these weights of the policy, with adapters merged in unless these go ``apart``;
@@ -229,9 +226,8 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
 
 
 def _mismatch(wrong: list[str], target: str) -> WeightMismatch:
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return WeightMismatch(
-        f"after the weight sync, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the "
-        "trainer's; the run stops before it learns from a wrong policy",
+        f"after the weight sync, {listed(wrong, 3)} in the {ROLES[target].label} differ from the trainer's; the run "
+        "stops before it learns from a wrong policy",
         key=wrong[0],
     )
