@@ -188,7 +188,8 @@ class PlainPrompts:
         if type(record) is not dict:
             return False
         name, given = self._name, None if self.documents else record.get(self._answer)
-        if type(given) is not str and (given is not None or self._lacks_answer(record)):
+        needed = not self.documents and "answer" in self._columns
+        if type(given) is not str and (given is not None or (needed and self._answer not in record)):
             return False
         text, answer, gold = record.get(name), given, given
         turns: PlainTurns = ()
@@ -199,7 +200,7 @@ class PlainPrompts:
             last = turns[-1][1] if turns and turns[-1][0] == "assistant" else None
             text = "\n\n".join([content for _, content in (turns if last is None else turns[:-1])])
             answer, gold = (given, given) if last is None else (last, last if given is None else given)
-        elif self._turns or (self.documents and self._has_prompt(record)):
+        elif self._turns or (self.documents and _has_prompt(record, self._columns)):
             return False
         if not text:
             return False
@@ -240,12 +241,6 @@ class PlainPrompts:
         roles = [role for role, content in found if type(content) is str and role in _SPEAKERS]
         sound = len(roles) == len(value) and "user" in roles and roles[0] != "assistant" and roles[-1] != "system"
         return found if sound else ()
-
-    def _has_prompt(self, record: dict[str, Any]) -> bool:
-        return any(role in self._columns or role in record for role in _PROMPTS)
-
-    def _lacks_answer(self, record: dict[str, Any]) -> bool:
-        return not self.documents and "answer" in self._columns and self._answer not in record
 
 
 def _json_size(values: Iterable[Any], level: int = 0) -> int:
@@ -333,7 +328,7 @@ def to_document(record: Any, where: str, columns: Columns, render: Callable[[Pro
     items = record.get(MEDIA)
     if isinstance(items, (list, tuple)) and any(isinstance(item, MediaItem) for item in items):
         raise RecordError.at("a record with media is no document; leave the column out", where, key=MEDIA)
-    has_prompt = any(column in columns or column in record for column in _PROMPTS)
+    has_prompt = _has_prompt(record, columns)
     if has_prompt and "text" not in columns and name not in record:
         prompt = to_prompt(record, 0, where, columns)
         return Document(_rendered(prompt, render), prompt.text)
@@ -343,6 +338,10 @@ def to_document(record: Any, where: str, columns: Columns, render: Callable[[Pro
         with suppress(DataError):  # other flows refuse such a record: as a document it has no prompt
             prompt_text = to_prompt(record, 0, where, columns).text
     return Document(text, prompt_text or _prompt_in_pattern(name, record, where, columns))
+
+
+def _has_prompt(record: Mapping[str, Any], columns: Columns) -> bool:
+    return any(role in columns or role in record for role in _PROMPTS)
 
 
 def _rendered(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:

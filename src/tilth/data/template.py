@@ -330,7 +330,7 @@ class ChatTemplate:
         new = [{**message, "content": self.tokenizer.plain(message["content"])} for message in new]
         tail = self._tail(new, tools, strict)
         end = self._to_end(tail)
-        kept = end if ended else end.removesuffix(self._end_of(end))
+        kept = end if ended else end.removesuffix(max(filter(end.endswith, self._ends), key=len))
         return self.tokenizer.encode(tail[len(kept) :], special=False)
 
     def _tail(self, new: Messages, tools: Tools, strict: bool) -> str:
@@ -345,10 +345,6 @@ class ChatTemplate:
                 key="template.prefix",
             )
         return text[at + len(_MARK) :]
-
-    def _end_of(self, text: str) -> str:
-        """The end token that a text ends with."""
-        return max((end for end in self._ends if text.endswith(end)), key=len)
 
     def _around(self, new: Messages, tools: Tools) -> tuple[str, str]:
         """Render a question with a marked answer, without and with the messages behind it.

@@ -157,15 +157,12 @@ def profile(policy: WorkerGroup, recipe: Recipe) -> Costs:
         last = time.monotonic() - started
         amounts = float(sum(lengths)), float(sum(n * n for n in lengths))
         times += [PassTime(rank, number, *amounts, min(took)) for rank, took in enumerate(zip(*tries))]
-    ring = _ring_seconds(policy, recipe) if recipe.policy.layout.hdp > 1 else 0.0
+    ring, units = 0.0, recipe.policy.layout.hdp
+    if units > 1:  # seconds of a token's way around all ranks that make units, of the longest sequence that they take
+        longest = min(recipe.model.context, units * recipe.train.micro_tokens)
+        ring = min(max(policy.time_ring(longest)) for _ in range(TRIES)) / longest
     about = {"source": PROFILE, "seconds": round(time.monotonic() - began, 3)}
     return Costs((fitted(times),), (), (), about, ring)
-
-
-def _ring_seconds(policy: WorkerGroup, recipe: Recipe) -> float:
-    """Measure the seconds of a token's way around all ranks that make units, of the longest sequence that they take."""
-    tokens = min(recipe.model.context, recipe.policy.layout.hdp * recipe.train.micro_tokens)
-    return min(max(policy.time_ring(tokens)) for _ in range(TRIES)) / tokens
 
 
 def micro_batches(recipe: Recipe) -> Iterator[list[int]]:

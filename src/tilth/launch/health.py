@@ -3,7 +3,7 @@
 import math
 import statistics
 from contextlib import ExitStack, suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -53,9 +53,8 @@ class RunHealth(Callback):
     def _report(self, verdict: Verdict) -> None:
         """Keep a verdict; called by the thread that watches."""
         self._found.put(verdict)
-        record = {"step": self._step, "kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
         try:
-            self._directory.note_finding({**record, "details": verdict.details})
+            self._directory.note_finding({"step": self._step, **vars(verdict)})
         except StorageError as error:  # it is logged by the next step at the latest
             self._found.put(Verdict("storage", (), f"a warning could not be written: {error}"))
 
@@ -79,11 +78,8 @@ class RunHealth(Callback):
                 f"{self._dispatch.hang_after:g} would take it to hang if it were slower: use "
                 f"guard.hang_after={math.ceil(4 * stood)}"
             )
-        while True:
-            try:
-                verdict = self._found.get_nowait()
-            except Empty:
-                return
+        while not self._found.empty():
+            verdict = self._found.get()
             run.say(f"warning: {verdict.kind}: {verdict.evidence}")
 
     def _compare(self, run: RunView, metrics: dict[str, Any]) -> None:

@@ -74,17 +74,12 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool 
         columns[TURN_REWARDS] = Jagged.of([t.token_rewards() for t in trajectories])
         rows[TURN_REWARD] = np.array([sum(r for _, r in t.turn_rewards) for t in trajectories], np.float32)
     if trajectories and all(t.routing is not None for t in trajectories):
-        columns[ROUTING] = Jagged.of([_as_items(t.routing) for t in trajectories if t.routing is not None])
+        packed = [np.ascontiguousarray(t.routing) for t in trajectories]  # numbers [T, n], an item of bytes a token
+        columns[ROUTING] = Jagged.of([one.view(np.dtype((np.void, one.strides[0]))).ravel() for one in packed])
     if media:
         columns[MEDIA] = Jagged.of([pack_media(t.media) for t in trajectories])
     rows |= RowTable.of(tokens, mask.values, _opens(columns["segments"], tokens)).columns()
     return Batch(rows, {k: Column.whole(store.put(k, v), len(trajectories)) for k, v in columns.items()})
-
-
-def _as_items(routing: np.ndarray) -> np.ndarray:
-    """Return one item of bytes for each token, [T], of numbers [T, n]."""
-    packed = np.ascontiguousarray(routing)
-    return packed.view(np.dtype((np.void, packed.strides[0]))).ravel()
 
 
 def recorded_experts(column: Jagged, layers: int, experts: int, chosen: int) -> np.ndarray:
