@@ -60,7 +60,9 @@ def test_a_stored_source_is_the_one_in_memory(tmp_path, read):
         assert whole(found) == whole(memory) and found.fingerprint() == memory.fingerprint()
         assert found.alphabet() == memory.alphabet()
         for column in ("hashes", "sizes", "wholes"):
-            assert np.array_equal(getattr(found.source.index, column), getattr(memory.source.index, column)), column
+            assert np.array_equal(
+                getattr(found.source.index.columns, column), getattr(memory.source.index.columns, column)
+            ), column
         assert [side.rows.tolist() for side in found.split(0.3)] == [side.rows.tolist() for side in memory.split(0.3)]
 
 
@@ -74,7 +76,7 @@ def test_records_of_several_batches(tmp_path, monkeypatch, size, digests):
     again = load_source(data, home=Home(str(tmp_path)))
     assert whole(again) == whole(stored) == whole(memory)
     for column in ("hashes", "sizes", "wholes", "digests"):
-        one, other = (getattr(found.source.index, column) for found in (again, stored))
+        one, other = (getattr(found.source.index.columns, column) for found in (again, stored))
         assert np.array_equal(one, other) and len(one) == (len(again) if digests or column != "digests" else 0)
 
 
@@ -276,7 +278,7 @@ def test_records_are_indexed_and_stored_together_as_one_by_one(found, columns, r
     one, other = one.done(), other.done()
     assert (one.alphabet, one.fingerprint) == (other.alphabet, other.fingerprint)
     for column in ("hashes", "sizes", "wholes", "digests"):
-        assert np.array_equal(getattr(one, column), getattr(other, column)), column
+        assert np.array_equal(getattr(one.columns, column), getattr(other.columns, column)), column
 
 
 @pytest.mark.parametrize("read", [read_prompts, read_documents], ids=lambda read: read.__name__)

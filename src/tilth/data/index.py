@@ -17,7 +17,7 @@ from itertools import chain
 from json.encoder import c_make_encoder  # type: ignore[attr-defined]
 from json.encoder import encode_basestring_ascii as _encode
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,7 +42,17 @@ _TEXT = b"\0"
 """Byte before an item's text, which JSON has in none of its own."""
 
 
-IndexColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+class IndexColumns(NamedTuple):
+    """Columns of n prompts."""
+
+    hashes: np.ndarray
+    """uint32 [n]: ``computed.text_hashes`` of keys."""
+    sizes: np.ndarray
+    """int64 [n]: bytes of each prompt's text."""
+    wholes: np.ndarray
+    """int64 [n]: bytes of the text with its answer, of pairs the longest one."""
+    digests: np.ndarray
+    """uint64 [n], ``sample_digest`` of each; [0] if nobody asked for them."""
 
 
 @dataclass(frozen=True)
@@ -59,28 +69,9 @@ class Index:
     """True if a prompt has media."""
 
     @cached_property
-    def _columns(self) -> IndexColumns:
+    def columns(self) -> IndexColumns:
+        """Its columns, made once."""
         return self.read()
-
-    @property
-    def hashes(self) -> np.ndarray:
-        """uint32 [n]: ``computed.text_hashes`` of keys."""
-        return self._columns[0]
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """int64 [n]: bytes of each prompt's text."""
-        return self._columns[1]
-
-    @property
-    def wholes(self) -> np.ndarray:
-        """int64 [n]: bytes of the text with its answer, of pairs the longest one."""
-        return self._columns[2]
-
-    @property
-    def digests(self) -> np.ndarray:
-        """uint64 [n], ``sample_digest`` of each; [0] if nobody asked for them."""
-        return self._columns[3]
 
 
 class Indexer:
@@ -172,7 +163,7 @@ class Indexer:
         """Return the columns of some of the prompts, as the file has them."""
         sizes = (np.array(column[start:stop], np.int64) for column in (self._sizes, self._wholes))
         crcs, digests = np.array(self._crcs[start:stop], np.uint32), np.array(self._digests[start:stop], np.uint64)
-        return mixed(crcs), next(sizes), next(sizes), digests
+        return IndexColumns(mixed(crcs), next(sizes), next(sizes), digests)
 
 
 def _said(p: Prompt) -> list[str]:
@@ -372,7 +363,7 @@ class Stored:
             sizes = (count * np.dtype(kind).itemsize for count in rows)
             found.append(np.frombuffer(b"".join(map(self._read, places, sizes)), kind))
         a, b, c, *d = found
-        return a, b, c, d[0] if d else np.zeros(0, np.uint64)
+        return IndexColumns(a, b, c, d[0] if d else np.zeros(0, np.uint64))
 
 
 def keep(

@@ -93,18 +93,18 @@ class Records(Computed):
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        return self.index.hashes
+        return self.index.columns.hashes
 
     def sizes(self) -> np.ndarray:
-        return self.index.sizes
+        return self.index.columns.sizes
 
     def wholes(self) -> np.ndarray:
         """int64 [n]: bytes of each prompt's text and answer."""
-        return self.index.wholes
+        return self.index.columns.wholes
 
     def digests(self) -> np.ndarray:
         """uint64 [n]: ``index.sample_digest`` of each prompt."""
-        known = self.index.digests
+        known = self.index.columns.digests
         return known if len(known) else np.array([sample_digest(self.prompt(i)) for i in range(len(self))], np.uint64)
 
     def alphabet(self) -> str:

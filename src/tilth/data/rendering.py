@@ -141,50 +141,27 @@ def filtered(name: str, given: Sequence[Any]) -> int:
 
 
 class Counting(NodeTransformer):
-    """Put a count around what a template does and its environment does not see."""
+    """Put a count around what a template does and its environment does not see: the elements of a loop, what is
+    compared, put together or copied by a slice, and all in a new list, dictionary or tuple. One that has another one
+    twice would double from line to line."""
 
-    def _counts(self, node: Any, field: str = "", name: str = "tilth_weight") -> Any:
-        """Return a node whose field, or the node itself, is counted by a filter."""
+    def visit(self, node: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the node with counts inside, and around it."""
         self.generic_visit(node)
-        if not field:
-            return _counted(node, name)
-        setattr(node, field, _counted(getattr(node, field), name))
+        if isinstance(node, nodes.For):
+            node.iter = _counted(node.iter, "tilth_items")
+        elif isinstance(node, nodes.Compare):
+            node.expr = _counted(node.expr, "tilth_weight")
+        elif isinstance(node, nodes.Concat):
+            node.nodes = [_counted(one, "tilth_weight") for one in node.nodes]
+        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            node.node = _counted(node.node, "tilth_size")
+        elif isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+            return _counted(node, "tilth_weight")
         return node
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Count the elements of a loop."""
-        return self._counts(node, "iter", "tilth_items")
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Count what is compared."""
-        return self._counts(node, "expr")
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """Count what a slice copies."""
-        if not isinstance(node.arg, nodes.Slice):
-            return self.generic_visit(node)
-        return self._counts(node, "node", "tilth_size")
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Count what is put together."""
-        self.generic_visit(node)
-        node.nodes = [_counted(one, "tilth_weight") for one in node.nodes]
-        return node
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        """Count all in a new list: one that has another one twice would double from line to line."""
-        return self._counts(node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        """Count all in a new dictionary."""
-        return self._counts(node)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        """Count all in a new tuple."""
-        return self._counts(node) if node.ctx == "load" else node
-
-
-def _counted(node: nodes.Expr, name: str) -> nodes.Filter:
+def _counted(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
 
 
