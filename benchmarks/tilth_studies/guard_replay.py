@@ -32,8 +32,8 @@ from tilth.core.errors import DataError, NonFiniteError, TilthError
 from tilth.flows.callbacks import Callback
 from tilth.guard.verdict import Verdict
 from tilth.launch.life import Until
+from tilth.launch.loader_plans import LOADERS
 from tilth.runs.costs import COSTS, OFFLOAD
-from tilth.runs.loaders import LOADERS
 from tilth.runs.models import MODEL_FOLDER
 from tilth.runs.readers import checkpoints_of, read_metrics, read_state
 from tilth.runs.signals import Interrupted

@@ -26,9 +26,9 @@ from tilth.core.errors import DataError, RecipeError
 from tilth.core.random import stream
 from tilth.data.mixture import Mixture
 from tilth.flows.run import Run
+from tilth.launch.loader_plans import read_plans
 from tilth.roles.loader import PromptLoader
 from tilth.roles.policy import PolicyWorker
-from tilth.runs.loaders import read_plans
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
 

@@ -14,14 +14,16 @@ from tilth.data.mixture import Mixture
 from tilth.launch import loader_plans
 from tilth.launch.loader_plans import (
     AHEAD,
+    LoaderPlan,
     LoaderPlans,
     first_plan,
     follow_recorded,
     next_plan,
     processes,
+    read_plans,
+    record_plan,
     samples_ahead,
 )
-from tilth.runs.loaders import LoaderPlan, read_plans, record_plan
 
 NAMES = ("few", "more", "late")
 PARTS = tuple(

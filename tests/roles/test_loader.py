@@ -11,8 +11,8 @@ from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.documents import Corpus
+from tilth.data.examples import tokenised
 from tilth.data.prompts import PromptSet, load_source
-from tilth.data.samples import tokenised
 from tilth.data.tokenizer import Tokenizer
 from tilth.roles.experience import check_identity, texts
 from tilth.roles.rollout import ask

@@ -36,11 +36,11 @@ def test_what_a_lost_loader_had_in_flight_is_made_by_those_that_load_its_source_
             for pid in (stopped := made.pids()):
                 os.kill(pid, signal.SIGSTOP)
             made.ask("examples", wanted)
-            until(lambda: any(child.flying for place in made._pump._places for child in place.team))
+            until(lambda: any(child.flying for place in made._places for child in place.team))
             made.follow(plan)
             for pid in stopped:
                 os.kill(pid, signal.SIGKILL)
-            until(lambda: not made._pump._open)
+            until(lambda: not made._open)
             same(made.take("examples", wanted), here("examples", data, prompts, tokenizer, wanted))
     finally:
         made.close()

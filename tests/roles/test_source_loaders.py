@@ -19,15 +19,16 @@ from tests.errors import raises
 from tilth.config.schema import DataConfig, MixtureSource
 from tilth.core.errors import DataError
 from tilth.data import index as kept_index
+from tilth.data.examples import tokenised
 from tilth.data.origin import Home
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.records import Joined
-from tilth.data.samples import tokenised
 from tilth.data.sources import from_records
 from tilth.data.template import data_template, template_names
 from tilth.data.tokenizer import Tokenizer
 from tilth.process.restarts import RestartPolicy
 from tilth.roles import source_loaders
+from tilth.roles.loader import PromptLoader
 from tilth.roles.source_loader import LoaderSettings, OpenSources, Places
 from tilth.roles.source_loaders import SourceLoaders, kept_places
 
@@ -160,7 +161,7 @@ def test_pairs(tmp_path, tokenizer):
 
 def test_what_was_asked_for_has_come_before_it_is_taken(shared):
     shared.ask("examples", range(64))
-    until(lambda: len(shared._pump._come) == 64)
+    until(lambda: len(shared._come) == 64)
     before = shared.stalled
     shared.take("examples", range(64))
     assert shared.stalled - before < 0.5
@@ -172,12 +173,12 @@ def test_no_more_is_ahead_than_may_be_and_what_is_not_asked_for_again_is_forgott
     made = shared
     monkeypatch.setattr(made, "_ahead", 10)
     made.ask("examples", range(64))
-    until(lambda: len(made._pump._come) == 10)
+    until(lambda: len(made._come) == 10)
     made.ask("examples", range(60, 64))
-    until(lambda: len(made._pump._come) == 4)
-    assert {key[1] for key in made._pump._come} == set(range(60, 64))
+    until(lambda: len(made._come) == 4)
+    assert {key[1] for key in made._come} == set(range(60, 64))
     same(made.take("examples", range(64)), here("examples", turns, whole, tokenizer, range(64)))
-    assert not made._pump._come and not made._pump._open
+    assert not made._come and not made._open
 
 
 def test_a_plan_changes_who_loads_and_no_sample(loaders, data, whole, tokenizer):
@@ -207,7 +208,7 @@ def test_a_lost_loader_has_a_successor_that_makes_what_was_open(loaders, data, w
 
 def test_a_shadow_takes_over_and_another_takes_its_place(loaders, data, whole, tokenizer):
     made = loaders([{"few": 1.0}], shadows=1)
-    (place,) = made._pump._places
+    (place,) = made._places
     until(lambda: len(made.pids()) == 2 and not any(child.starting for child in place.team))
     first, shadow = made.pids()
     kill(first)
@@ -278,7 +279,7 @@ def test_a_loader_that_is_lost_while_no_sample_is_asked_starts_again_with_the_ne
     kill(made.pids()[0])
     while made.pids():
         time.sleep(0.005)
-    assert not made._pump._places[0].lost[True]
+    assert not made._places[0].lost[True]
     same(made.take("examples", [0]), here("examples", data, whole, tokenizer, [0]))
 
 
@@ -300,7 +301,7 @@ def test_a_shadow_that_is_lost_again_and_again_is_named(loaders, few_restarts):
             kill(pid)
             killed.add(pid)
         time.sleep(0.005)
-    until(lambda: made._pump._failed is not None)
+    until(lambda: made._failed is not None)
     with raises(DataError, "data.shadows.lost"):
         made.take("examples", [1])
 
@@ -309,7 +310,7 @@ def test_a_loader_that_is_ready_shows_that_its_shadow_can_be(loaders):
     """One that was lost while the other one took over was the last of its row."""
     made = loaders([{"few": 1.0}])
     made.take("examples", [0])
-    place = made._pump._places[0]
+    place = made._places[0]
     place.lost[False] = 1
     made.follow([{"few": 1.0, "more": 1.0}])
     until(lambda: not place.lost[False])
@@ -319,7 +320,8 @@ def test_loaders_end_with_their_owner(data, whole, tokenizer):
     made = SourceLoaders(sources(whole), LoaderSettings(template_names(data), tokenizer, CONTEXT), [{"few": 1.0}])
     made.take("examples", [0])
     (pid,) = made.pids()
-    del made
+    owner = PromptLoader(whole, None, CONTEXT, None, loaders=made)
+    del made, owner
     until(lambda: not os.path.exists(f"/proc/{pid}"))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.errors import raises
 from tilth.core.errors import DataError
-from tilth.runs.loaders import LOADERS, LoaderPlan, read_plans, record_plan
+from tilth.launch.loader_plans import LOADERS, LoaderPlan, read_plans, record_plan
 
 
 def test_what_is_recorded_comes_back_in_order(tmp_path):

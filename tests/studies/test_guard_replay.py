@@ -16,8 +16,8 @@ from tilth.cli.main import app
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError
 from tilth.flows.callbacks import Callback
+from tilth.launch.loader_plans import LOADERS
 from tilth.runs.costs import COSTS, OFFLOAD
-from tilth.runs.loaders import LOADERS
 from tilth.training.engine import TrainEngine
 
 POISON = """

@@ -1,17 +1,20 @@
 """Plans of the processes that load sources: the first one, and others as costs are measured and weights change.
 
-The run's ``loaders.jsonl`` has each plan before loaders follow it. Plans decide who makes a sample: which samples a
-step has does not depend on them.
+The run's ``loaders.jsonl`` has each plan, a line with the first step that follows it, before loaders do, so that a
+resume begins with the newest. Plans decide who makes a sample: which samples a step has does not depend on them.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from tilth.cluster.backends.capacity import PER_CORE, cores
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import DataConfig, Recipe
 from tilth.core.errors import DataError, RecipeError, StorageError
+from tilth.core.lines import read_lines
 from tilth.core.random import Stream, stream
 from tilth.data.mixture import Mixture
 from tilth.data.prompts import PromptSet
@@ -23,15 +26,44 @@ from tilth.launch.build import RunParts
 from tilth.plan.loaders import Shares, place_loaders, plan_loaders
 from tilth.roles.source_loader import LoaderSettings
 from tilth.roles.source_loaders import SourceLoaders
-from tilth.runs.loaders import LOADERS, LoaderPlan, read_plans, record_plan
+from tilth.runs.files import append_line
 from tilth.runs.state import is_supervised
 
+LOADERS = "loaders.jsonl"
 HELD_OUT = "data.heldout"
 """Name of the held-out source among the sources of loaders; no source of a mixture can have it."""
 EVERY = 10
 """Steps between two looks at the plan."""
 AHEAD = 50
 """Steps that a plan looks ahead: longer than processes take to start."""
+
+
+class LoaderPlan(NamedTuple):
+    """Plan that holds from a step on, made for at most this many processes. shares: of sources, by process
+    (``plan.loaders.place_loaders``)."""
+
+    step: Annotated[int, Strict()]
+    most: Annotated[int, Strict()]
+    shares: list[dict[str, Annotated[float, Strict(), Field(gt=0, le=1)]]]
+
+
+def record_plan(run: Path, plan: LoaderPlan) -> None:
+    """Add a plan durably, before loaders follow it. StorageError."""
+    append_line(run / LOADERS, plan._asdict(), sync=True)
+
+
+def read_plans(run: Path) -> list[LoaderPlan]:
+    """Return the plans of a run, oldest first; none if it has no loaders. DataError for a damaged record."""
+    found, kind = list[LoaderPlan](), TypeAdapter(LoaderPlan)
+    for number, line in enumerate(read_lines(run / LOADERS), 1):
+        try:
+            found.append(kind.validate_python(line))
+        except ValidationError:
+            message = f"{run / LOADERS} line {number} has no step, number of processes and shares of sources for each"
+            raise DataError(
+                f"{message}; without the file, the run begins with a new plan", key=f"{LOADERS}.{number}"
+            ) from None
+    return found
 
 
 def processes(data: DataConfig, cores: int) -> int:

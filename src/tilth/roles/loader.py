@@ -11,12 +11,13 @@ from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.core.media import MEDIA, pack_media
 from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
+from tilth.data.examples import Kind, LoadedSample, tokenised
 from tilth.data.prompts import PromptSet
-from tilth.data.samples import Kind, LoadedSample, tokenised
 from tilth.data.template import Example, Template
 from tilth.data.tokenizer import Tokenizer
 from tilth.plan.batch import RowTable
 from tilth.plan.loaders import Shares
+from tilth.process.child import finalize
 from tilth.roles.experience import INFO, identity
 from tilth.roles.pairs import CHOSEN
 from tilth.roles.source_loaders import SourceLoaders
@@ -43,6 +44,8 @@ class PromptLoader:
         processes that make the tokens in place of this one."""
         self.prompts, self.template, self.context, self.store = prompts, template, context, store
         self.episodes, self.loaders = episodes, loaders
+        if loaders is not None:
+            finalize(self, loaders.close)
 
     @transfer(split="all", gather="first", patient=True)
     def examples(self, indices: Sequence[int], then: Sequence[int] = ()) -> Batch:

@@ -16,8 +16,8 @@ import numpy as np
 from tilth.config.imports import uncollected
 from tilth.core.errors import TilthError
 from tilth.data.computed import Source
+from tilth.data.examples import Kind, LoadedSample, tokenised
 from tilth.data.records import Joined, PromptSet
-from tilth.data.samples import Kind, LoadedSample, tokenised
 from tilth.data.template import Template, TemplateNames, Tools, named_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.process.frames import frame, read_frame

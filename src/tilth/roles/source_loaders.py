@@ -23,10 +23,10 @@ import numpy as np
 
 from tilth.core.errors import DataError, TilthError
 from tilth.data.computed import Source, has_media
-from tilth.data.samples import Kind, LoadedSample
+from tilth.data.examples import Kind, LoadedSample
 from tilth.plan.loaders import Shares
 from tilth.process.by_value import dumps
-from tilth.process.child import ChildPool, PipedChild, finalize, how_ended, ready
+from tilth.process.child import ChildPool, PipedChild, how_ended, ready
 from tilth.process.restarts import RestartPolicy
 from tilth.roles.source_loader import LoaderSettings, Places
 
@@ -116,10 +116,10 @@ class _Place:
 
 
 class SourceLoaders:
-    """Loaders of several sources, whose indices follow each other.
+    """Loaders of several sources, whose indices follow each other, until they are closed.
 
     ``stalled``: seconds that ``take`` has waited; ``plan``: the one that is followed. Samples come as ``tokenised``
-    makes them, bit for bit.
+    makes them, bit for bit. A thread alone reads, writes, starts and kills.
     """
 
     def __init__(
@@ -135,57 +135,9 @@ class SourceLoaders:
         """plan: as of ``follow``. shadows: processes beside each that take over when it is lost. ahead: most samples
         that are asked for ahead of need. silence: seconds after which a silent process is lost.
         """
-        self.stalled, self._ahead = 0.0, ahead
-        self._pump = _Pump(sources, settings, shadows, silence)
-        self._closed = finalize(self, self._pump.close)
-        self.follow(plan)
-
-    def ask(self, kind: Kind, indices: Sequence[int]) -> None:
-        """Begin with samples that will be taken next, as many as may be ahead; forget those that were asked for before
-        and are not among them. Returns at once."""
-        self._pump.ask([(kind, i) for i in dict.fromkeys(indices)], self._ahead)
-
-    def take(self, kind: Kind, indices: Sequence[int]) -> list[LoadedSample]:
-        """Return these samples in order, and wait for those that have not come.
-
-        Raises the first error of a sample, errors of a source that cannot be opened, and ``DataError`` for a loader
-        that is lost again and again.
-        """
-        began = time.perf_counter()
-        found = self._pump.take([(kind, i) for i in dict.fromkeys(indices)])
-        self.stalled += time.perf_counter() - began
-        for one in found.values():
-            if isinstance(one, TilthError):
-                raise one
-        return [found[kind, i] for i in indices]  # type: ignore[misc]
-
-    def follow(self, plan: Sequence[Shares]) -> None:
-        """Have these processes from now on, each for these sources; what was asked for is not lost.
-
-        plan: as of ``plan.loaders.place_loaders``. A source that it leaves out is opened once it is asked for.
-        """
-        self._pump.follow(plan)
-        self.plan = [dict(shares) for shares in plan]
-
-    def costs(self) -> dict[str, float]:
-        """Return the processor seconds of a sample by source, of those that have made some."""
-        return self._pump.costs()
-
-    def pids(self) -> list[int]:
-        """Return the processes of all loaders, shadows included."""
-        return self._pump.pids()
-
-    def close(self) -> None:
-        """End all loaders and wait for their end. May be called twice."""
-        self._closed()
-
-
-class _Pump:
-    """State of the loaders, and the thread that hears and feeds them: it alone reads, writes, starts and kills."""
-
-    def __init__(self, sources: Mapping[str, Source], settings: LoaderSettings, shadows: int, silence: float) -> None:
         self._names, self._sources = list(sources), list(sources.values())
-        self._shadows, self._silence = shadows, silence
+        self._shadows, self._ahead, self._silence = shadows, ahead, silence
+        self.stalled, self.plan = 0.0, list[dict[str, float]]()
         starts = np.cumsum([0, *map(len, self._sources)])
         self._starts = starts.tolist()
         places = Places(starts, any(map(has_media, self._sources)))
@@ -205,18 +157,25 @@ class _Pump:
         os.set_blocking(self._waker, False)
         self._thread = threading.Thread(target=self._run, name="source-loaders", daemon=True)
         self._thread.start()
+        self.follow(plan)
 
-    # ---- called by the role ----
-
-    def ask(self, keys: list[_Key], most: int) -> None:
+    def ask(self, kind: Kind, indices: Sequence[int]) -> None:
+        """Begin with samples that will be taken next, as many as may be ahead; forget those that were asked for before
+        and are not among them. Returns at once."""
+        wanted = {(kind, i): None for i in indices}
         with self._calling():
-            wanted = set(keys)
-            self._open &= wanted
+            self._open &= wanted.keys()
             self._come = {key: one for key, one in self._come.items() if key in wanted}
-            fresh = (key for key in keys if key not in self._open and key not in self._come)
-            self._request(list(islice(fresh, max(0, most - len(self._open) - len(self._come)))))
+            fresh = (key for key in wanted if key not in self._open and key not in self._come)
+            self._request(list(islice(fresh, max(0, self._ahead - len(self._open) - len(self._come)))))
 
-    def take(self, keys: list[_Key]) -> dict[_Key, LoadedSample | TilthError]:
+    def take(self, kind: Kind, indices: Sequence[int]) -> list[LoadedSample]:
+        """Return these samples in order, and wait for those that have not come.
+
+        Raises the first error of a sample, errors of a source that cannot be opened, and ``DataError`` for a loader
+        that is lost again and again.
+        """
+        began, keys = time.perf_counter(), list(dict.fromkeys((kind, i) for i in indices))
         with self._calling():
             self._request([key for key in keys if key not in self._open and key not in self._come], first=True)
         with self._changed:
@@ -224,9 +183,18 @@ class _Pump:
                 if self._failed is not None:
                     raise self._failed
                 self._changed.wait()  # the thread ends what takes too long
-            return {key: self._come.pop(key) for key in keys}
+            found = {key: self._come.pop(key) for key in keys}
+        self.stalled += time.perf_counter() - began
+        for one in found.values():
+            if isinstance(one, TilthError):
+                raise one
+        return [found[kind, i] for i in indices]  # type: ignore[misc]
 
     def follow(self, plan: Sequence[Shares]) -> None:
+        """Have these processes from now on, each for these sources; what was asked for is not lost.
+
+        plan: as of ``plan.loaders.place_loaders``. A source that it leaves out is opened once it is asked for.
+        """
         with self._calling():
             wanted = [frozenset(map(self._names.index, shares)) for shares in plan if shares]
             queued = [request for place in self._places for request in place.waiting]
@@ -237,17 +205,23 @@ class _Pump:
                 place.waiting.clear()
             for request in queued:
                 self._place_of(request.source).waiting.append(request)
+        self.plan = [dict(shares) for shares in plan]
 
     def costs(self) -> dict[str, float]:
+        """Return the processor seconds of a sample by source, of those that have made some."""
         with self._changed:
             return {self._names[number]: self._spent[number] / made for number, made in self._made.items()}
 
     def pids(self) -> list[int]:
+        """Return the processes of all loaders, shadows included."""
         with self._changed:
             return [child.pid for place in self._places for child in place.team]
 
     def close(self) -> None:
+        """End all loaders and wait for their end. May be called twice."""
         with self._changed:
+            if self._ended:
+                return
             self._ended = True
             self._failed = self._failed or DataError("the source loaders are closed", key="data.loaders.closed")
             self._tell()
