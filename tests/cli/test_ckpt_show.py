@@ -9,8 +9,8 @@ from safetensors import safe_open
 from tests.cli.kept import add, call, groups, make_run, objects, refused, said, weights
 from tests.roles import small
 from tilth.checkpoint import open_checkpoint
+from tilth.config.load import flattened
 from tilth.models.hf import save_pretrained
-from tilth.runs.files import flattened
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from tilth.analysis.events import Events, load, of_steps
 from tilth.analysis.read import attempts, parts
+from tilth.config.errors import listed
 from tilth.core.errors import DataError
-from tilth.core.names import listed
 from tilth.trace.clock_samples import events_folder, read_rounds
 
 SHOWN = 3

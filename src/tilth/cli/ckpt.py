@@ -18,10 +18,11 @@ from tilth.checkpoint.directory import complete
 from tilth.cli.main import CkptDiffCommand, CkptLsCommand, CkptPruneCommand, CkptShowCommand, CkptVerifyCommand
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
+from tilth.config.load import flattened
 from tilth.core.errors import CheckpointError, DataError
 from tilth.runs import checkpoints
 from tilth.runs.checkpoints import CheckpointFolder, CheckpointRow, Examined, Report, examine, sizes, usable
-from tilth.runs.files import flattened, to_json
+from tilth.runs.files import to_json
 from tilth.runs.model_refs import lost
 from tilth.runs.tensors import Comparison, Difference, TensorSource, compare, open_source
 from tilth.ui import format

@@ -19,13 +19,7 @@ from tilth.config.axes import AXES
 from tilth.config.roles import roles_of
 from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
 from tilth.launch.build import judged, resolved, rooms
-from tilth.launch.planning import (
-    chosen_device,
-    described,
-    described_models,
-    searched,
-    with_found_layouts,
-)
+from tilth.launch.planning import chosen_device, described, described_models, searched, with_found_layouts
 from tilth.launch.rewards import generating, named_reward
 from tilth.plan.fit import MemoryUse, places
 from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place
@@ -61,9 +55,8 @@ class Plan:
 
 def show(options: LayoutCommand, recipe: Recipe) -> None:
     """Print the plan; with --search the mapping that the search finds, with --check-against errors of predictions."""
-    as_json = options.as_json
     if options.check_against is not None:
-        study("published_steps:show")(recipe, as_json=as_json)
+        study("published_steps:show")(recipe, as_json=options.as_json)
         return
     if options.search:
         devices = options.devices or recipe.cluster.workers
@@ -72,7 +65,7 @@ def show(options: LayoutCommand, recipe: Recipe) -> None:
     else:
         plan = look(with_found_layouts(recipe)[0] if recipe.cluster.search else recipe)
         plain, parts = as_object(plan), tables(plan)
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps(plain, ensure_ascii=False))
     else:
         show_parts(*parts, width=WIDTH)
@@ -108,7 +101,8 @@ def as_object(plan: Plan) -> dict[str, Any]:
         "backend": plan.recipe.cluster.backend, "workers": len(plan.workers), "parameters": parameters(plan.shape),
         "vocabulary": plan.shape.vocab_size, "longest": plan.longest,
         "roles": {role: _role(plan, p) for role, p in plan.placed.items()},
-        "ranks": [_worker(worker) for worker in plan.workers],
+        "ranks": [{"rank": one.rank, "roles": [_seat(seat) for seat in one.seats], "memory": one.memory.by_name(),
+                   "peak": one.memory.peak} for one in plan.workers],
         "machine": [asdict(p) | {"room": p.room._asdict(), "fits": not p.tight} for p in plan.places],
         "told": plan.told,
         "traffic": [asdict(talk) for talk in plan.talks],
@@ -119,11 +113,6 @@ def _role(plan: Plan, placed: Placed) -> dict[str, Any]:
     sizes = {name: placed.mesh.size(name) for name in placed.mesh.names}
     tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
     return {"pool": placed.pool, "ranks": list(placed.ranks), **sizes, "tokens_per_rank": tokens}
-
-
-def _worker(worker: RankPlan) -> dict[str, Any]:
-    roles, memory = [_seat(seat) for seat in worker.seats], worker.memory
-    return {"rank": worker.rank, "roles": roles, "memory": memory.by_name(), "peak": memory.peak}
 
 
 def _seat(seat: Seat) -> dict[str, Any]:

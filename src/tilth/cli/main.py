@@ -17,6 +17,7 @@ from tilth.config.imports import end_uncollected
 if TYPE_CHECKING:
     from tilth.config.schema import Recipe
 
+PUBLISHED = "published"
 COMMAND = "command"
 """Object of the context of a process that is nothing but a command, so that it may fork."""
 SHIPPED = Path(__file__).parent.parent / "recipes"
@@ -202,9 +203,6 @@ def _placed(asked: "LayoutCommand") -> "Recipe":
         message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
         raise RecipeError(message, key="--search")
     return recipe
-
-
-PUBLISHED = "published"
 
 
 @command("layout", "layout:show", first=_placed)

@@ -1,7 +1,7 @@
 """Base of all errors that Tilth raises on purpose, and those that a recipe or a plugin can cause."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class TilthError(Exception):
@@ -45,3 +45,8 @@ def nearest(name: str, *choices: Iterable[str]) -> str:
     lists = [list(names) for names in choices]
     near = [match for names in lists for match in difflib.get_close_matches(name, names, 1)]
     return f"did you mean {near[0]}?" if near else f"there is {', '.join(lists[0]) or 'none'}"
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Return the first names as text, and how many there are besides."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

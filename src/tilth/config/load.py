@@ -305,7 +305,7 @@ def newer_keys(stored: str, now: Recipe) -> dict[str, Any]:
     """Return key -> value for keys that decide the numbers of a run, and that the version which wrote ``stored``, the
     ``dump_toml`` of a recipe, did not have."""
     there, names = tomllib.loads(stored), all_names()
-    return {name: value for name, value in _flat(_work(now)).items() if name in names and not _has(there, name)}
+    return {name: value for name, value in flattened(_work(now)).items() if name in names and not _has(there, name)}
 
 
 def _has(table: Any, name: str) -> bool:
@@ -319,7 +319,7 @@ def all_differences(before: Recipe, now: Recipe) -> dict[str, str]:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    old, new = _flat(before), _flat(now)
+    old, new = flattened(before), flattened(now)
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return {name: f"{name} was {json.dumps(old.get(name))} and is {json.dumps(new.get(name))}" for name in changed}
 
@@ -357,10 +357,13 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     return data
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(value: Any, place: str = "") -> dict[str, Any]:
+    """Flatten JSON to dotted keys; lists and empty objects are values."""
+    if not isinstance(value, Mapping) or not value:
+        return {place: value}
     found: dict[str, Any] = {}
-    for name, value in data.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    for key, item in value.items():
+        found |= flattened(item, f"{place}.{key}" if place else str(key))
     return found
 
 

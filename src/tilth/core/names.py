@@ -1,16 +1,8 @@
-"""Check file names that are read from other files, which could name any file of this machine; list names."""
+"""Check file names that are read from other files, which could name any file of this machine."""
 
 import os
-from collections.abc import Collection
-from itertools import islice
 
 LONGEST = 255  # most bytes of a name in common file systems
-
-
-def listed(names: Collection[object], most: int) -> str:
-    """Return the first names as text, and how many there are besides."""
-    first = ", ".join(map(str, islice(names, most)))
-    return first + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def name_problem(name: object, folders: bool = False) -> str:

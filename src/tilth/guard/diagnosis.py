@@ -23,9 +23,9 @@ from tilth.cluster.backends.probe import FATAL, GONE, SILENT
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.report import threads_of, waits
 from tilth.cluster.worker.executor import Executor
+from tilth.config.errors import listed
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
-from tilth.core.names import listed
 from tilth.guard.flight_recorder import FlightDump, dump, outside, parse
 from tilth.guard.localise import FEW, aborted, localise
 from tilth.guard.verdict import Verdict

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from tilth.core.names import listed
+from tilth.config.errors import listed
 from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp
 from tilth.guard.verdict import Kind, Verdict
 

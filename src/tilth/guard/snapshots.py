@@ -19,9 +19,9 @@ from tilth.checkpoint.memory import SLOTS, publish
 from tilth.cluster.backends.base import Copied
 from tilth.cluster.backends.ray_files import RayFiles
 from tilth.cluster.controller.group import WorkerGroup
+from tilth.config.errors import listed
 from tilth.core.errors import CheckpointError, ReplicaMismatch, StorageError
 from tilth.core.layout import Mesh
-from tilth.core.names import listed
 from tilth.guard.verdict import Verdict
 from tilth.plan.backups import peers
 from tilth.trace.spans import span

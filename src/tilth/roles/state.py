@@ -16,10 +16,10 @@ from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.shards import REPLICATED
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
+from tilth.config.errors import listed
 from tilth.core.checksum import checksum
 from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
 from tilth.core.layout import Box, Layout
-from tilth.core.names import listed
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.sharded import ShardedModel

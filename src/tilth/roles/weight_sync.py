@@ -18,11 +18,11 @@ from torch import Tensor
 from tilth.cluster.protocol import transfer
 from tilth.cluster.worker.context import Context
 from tilth.config.axes import MODEL
+from tilth.config.errors import listed
 from tilth.config.roles import ROLES
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Layout, Mesh
-from tilth.core.names import listed
 from tilth.parallel.lora import merged_parts
 from tilth.parallel.reshard import Part, Parts, Resharder, allocate, parts_of, share
 from tilth.parallel.sharded import WHOLE, ShardedModel, buckets

@@ -69,13 +69,3 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
-
-
-def flattened(value: Any, place: str = "") -> dict[str, Any]:
-    """Flatten JSON to dotted keys; lists and empty objects are values."""
-    if not isinstance(value, Mapping) or not value:
-        return {place: value}
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        found |= flattened(item, f"{place}.{key}" if place else str(key))
-    return found

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry
+from tilth.config.load import flattened
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Shape
 from tilth.models.unread import Unread
-from tilth.runs.files import flattened
 from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint
 
 MODEL = "model"

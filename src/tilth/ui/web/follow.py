@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tilth.config.load import flattened
 from tilth.core.errors import DataError, TilthError, parsing
 from tilth.data.cache import FileState, file_state
-from tilth.runs.files import flattened
 from tilth.runs.readers import present, stored_state, summarise
 from tilth.ui.signs import SIGNS
 from tilth.ui.top import KeptFiles, Look, RunWatcher
