@@ -80,15 +80,24 @@ def balance_report(recipe: Recipe, config: DecoderConfig, steps: Sequence[np.nda
         config, int(every.max()), published(recipe, workers), workers, generates=False, costs=costs, lengths=every,
         tried=lambda layout: layout.sizes(workers) != own,
     )  # fmt: skip
-    measure = Measured(steps, of_rows, recipe.train.micro_tokens, costs.ring if costs is not None else 0.0, workers)
+
+    def measured(option: Option, by: Balance, *, here: bool) -> LayoutBalance:
+        """Return the balance of the steps under a layout, planned as a run's calls; it has the time of an update."""
+        mesh = Mesh.of(option.layout.sizes(workers), tuple(range(workers)))
+        sizes = {name: mesh.size(name) for name in mesh.names if mesh.size(name) > 1}
+        planned = StepCosts(of_rows, by, recipe.train.micro_tokens, costs.ring if costs is not None else 0.0)
+        loads = [planned.loads(lengths, mesh) for lengths in steps]
+        took = np.array([[load.cost.sum() for load in of_step] for of_step in loads])
+        seconds, idle = option.seconds[STAGES.index("train")], float(np.mean(1 - took.mean(1) / took.max(1)))
+        return LayoutBalance(sizes, by, here, _mean(spread, loads), idle, _mean(padding, loads), seconds)
 
     def here(by: Balance) -> SearchInput:
         placed = _by(free.recipe, by).replaced("policy", layout=recipe.policy.layout)
         return replace(free, recipe=placed, tried=lambda layout: layout.sizes(workers) == own, shares={})
 
-    rows = [fastest(measure.of(option, by, here=True) for option in policy_options(here(by))) for by in BALANCES]
+    rows = [fastest(measured(option, by, here=True) for option in policy_options(here(by))) for by in BALANCES]
     others = policy_options(replace(free, recipe=_by(free.recipe, recipe.balance)))
-    rows += [fastest(measure.of(option, recipe.balance, here=False) for option in others)]
+    rows += [fastest(measured(option, recipe.balance, here=False) for option in others)]
     layouts = [row for found in rows for row in found[:BEST]]
     return BalanceReport(source, error, buckets(every, of_rows), layouts)
 
@@ -132,29 +141,6 @@ def buckets(lengths: np.ndarray, costs: RowCosts) -> list[LengthShare]:
         rows, tokens, cost = shares[:, place == power].sum(1).tolist()
         found.append(LengthShare(2**power, 2 ** (power + 1) - 1, rows, tokens, cost))
     return found
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Plans of some steps under layouts, by the function that plans a run's calls. ring: ``Costs.ring``; workers: of
-    the policy's pool."""
-
-    steps: Sequence[np.ndarray]
-    costs: RowCosts
-    micro_tokens: int
-    ring: float
-    workers: int
-
-    def of(self, option: Option, by: Balance, *, here: bool) -> LayoutBalance:
-        """Return the balance under a layout; its option has the time of an update."""
-        mesh = Mesh.of(option.layout.sizes(self.workers), tuple(range(self.workers)))
-        sizes = {name: mesh.size(name) for name in mesh.names if mesh.size(name) > 1}
-        planned = StepCosts(self.costs, by, self.micro_tokens, self.ring)
-        loads = [planned.loads(lengths, mesh) for lengths in self.steps]
-        costs = np.array([[load.cost.sum() for load in of_step] for of_step in loads])
-        seconds = option.seconds[STAGES.index("train")]
-        idle = float(np.mean(1 - costs.mean(1) / costs.max(1)))
-        return LayoutBalance(sizes, by, here, _mean(spread, loads), idle, _mean(padding, loads), seconds)
 
 
 def _mean(figure: Callable[[Sequence[RankLoad]], float], steps: Sequence[Sequence[RankLoad]]) -> float:
