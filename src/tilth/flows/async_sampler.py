@@ -94,7 +94,7 @@ class AsyncSampler(Sampler):
         """Return the samples of the next step, as ``Sampler.sample``; waits only for what it takes."""
         self._refills = rounds > 0
         ledger, replicas = self._books(group), self._replicas()
-        with self._rounds_run(replicas):
+        with _released(replicas) if self._held else nullcontext():  # engines generate in a loop that holds them too
             found = super().sample(group, keep, rounds)
         if self._refills:
             self._drop(_unkept(ledger.taken, found.drawn, found.kept), "surplus")
@@ -310,10 +310,6 @@ class AsyncSampler(Sampler):
         found = self._publisher.pull(replica)
         self.events.append("pull", replica=replica, version=found.version)
         return found
-
-    def _rounds_run(self, replicas: Replicas) -> AbstractContextManager[None]:
-        """Return a block in which the engines generate, also in a loop that holds them outside of ``generating``."""
-        return _released(replicas) if self._held else nullcontext()
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext() if self.replicas is None else self.replicas.aside()

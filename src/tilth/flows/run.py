@@ -420,8 +420,9 @@ class Run:
     def _commit(self) -> None:
         state = self.state
         record = self.log.commit(self._length)
-        if state.phase_step == 1:
-            self._report_compile_time()
+        for role, group in self.roles.items() if state.phase_step == 1 else ():
+            if hasattr(group, "compile_seconds") and (seconds := group.compile_seconds()):
+                self.say(f"{ROLES[role].label}: compiling took {seconds:.1f} s")
         for step, measured in self.evaluator.results().items():
             notify(self.callbacks, "on_evaluation", self, step, measured)
         notify(self.callbacks, "on_step_end", self, state.step, record)
@@ -460,11 +461,6 @@ class Run:
             return
         if not before:
             self.say(f"step {self.state.step} is kept in memory again")
-
-    def _report_compile_time(self) -> None:
-        for role, group in self.roles.items():
-            if hasattr(group, "compile_seconds") and (seconds := group.compile_seconds()):
-                self.say(f"{ROLES[role].label}: compiling took {seconds:.1f} s")
 
     # ---- for callbacks, and for who starts the run ----
 

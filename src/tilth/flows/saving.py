@@ -102,7 +102,9 @@ class Saving:
             if trouble:
                 path, reason = trouble["path"], trouble["reason"]
                 raise StorageError(f"{path} is not on disk yet: {reason}", key=Path(path).name)
-            self._check_root()
+            if self.directory.saved and not is_url(self.root) and not Path(self.root).is_dir():
+                message = f"{self.root} is not there any more, and it had checkpoints: is its disk mounted?"
+                raise StorageError(message, key="checkpoints")  # a new folder would hide a missing disk
             folder = begin_save(self.root, step)
             self._snapshot(folder)
         except (StorageError, CheckpointError) as error:
@@ -123,12 +125,6 @@ class Saving:
             if time.monotonic() >= until:
                 break
         return self._under_way is None
-
-    def _check_root(self) -> None:
-        """Raise StorageError if the place of earlier checkpoints is gone: a new folder would hide a missing disk."""
-        if self.directory.saved and not is_url(self.root) and not Path(self.root).is_dir():
-            message = f"{self.root} is not there any more, and it had checkpoints: is its disk mounted?"
-            raise StorageError(message, key="checkpoints")
 
     def look(self) -> None:
         """Finish a save that has ended or failed, without waiting for one that is under way."""

@@ -44,18 +44,6 @@ class PairError(TilthError):
     """Answers that are not pairs of a chosen and a rejected one: some are missing or repeated."""
 
 
-def _odd_pair(pair: np.ndarray, side: np.ndarray) -> PairError:
-    for number in np.unique(pair):
-        sides = side[pair == number].tolist()
-        if sides != [0, CHOSEN]:
-            break
-    return PairError(
-        f"pair {number} of the batch has {sides.count(CHOSEN)} chosen and {sides.count(0)} rejected answers, "
-        "not one of each: a part of the batch is missing or was passed twice",
-        key=f"pair.{number}",
-    )
-
-
 @dataclass(frozen=True)
 class PairTable:
     """Answers of all workers as pairs. Row columns [2m], sorted by pair, the rejected answer before the chosen one."""
@@ -72,10 +60,14 @@ class PairTable:
         order = np.lexsort((every["side"], every["pair"]))
         rows = {name: column[order] for name, column in every.items()}
         pair, side = rows["pair"], rows["side"]
-        whole = len(pair) == 2 * len(np.unique(pair)) and not side[::2].any() and (side[1::2] == CHOSEN).all()
-        if not whole:
-            raise _odd_pair(pair, side)
-        return cls(rows)
+        if len(pair) == 2 * len(np.unique(pair)) and not side[::2].any() and (side[1::2] == CHOSEN).all():
+            return cls(rows)
+        number, sides = next((n, two) for n in np.unique(pair) if (two := side[pair == n].tolist()) != [0, CHOSEN])
+        raise PairError(
+            f"pair {number} of the batch has {sides.count(CHOSEN)} chosen and {sides.count(0)} rejected answers, "
+            "not one of each: a part of the batch is missing or was passed twice",
+            key=f"pair.{number}",
+        )
 
     def __len__(self) -> int:
         return len(self.rows["pair"]) // 2
