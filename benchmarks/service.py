@@ -52,9 +52,8 @@ from tilth.models.hf import save_pretrained
 from tilth.runs.models import load_model
 from tilth.serve.tinker.base import ALPHA, TARGETS
 from tilth.serve.tinker.folders import CheckpointPath
-from tilth.serve.tinker.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
 from tilth.serve.tinker.wire import Datum
-from tilth.serve.tinker.worker import read_state
+from tilth.serve.tinker.worker import AdamStep, ModelSpec, SharedBase, TrainedModel, read_state
 
 RANK, ROWS, LENGTH = 8, 8, 64
 WARM = 2

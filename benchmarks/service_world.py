@@ -18,8 +18,8 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
-from tilth.serve.tinker.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
 from tilth.serve.tinker.wire import Datum
+from tilth.serve.tinker.worker import AdamStep, ModelSpec, SharedBase, TrainedModel
 
 NAME = "Qwen/Qwen3-8B-Base"
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."

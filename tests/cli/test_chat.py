@@ -24,7 +24,7 @@ from tilth.data.columns import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.runs.models import load_model
-from tilth.serve.texts import StreamedText
+from tilth.serve.choices import StreamedText
 
 
 @pytest.fixture(scope="module")

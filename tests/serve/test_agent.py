@@ -30,8 +30,7 @@ from tilth.rollout.buffer import parted
 from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Limits, Player
 from tilth.serve.agents.conversation import MODEL, AgentConversations
 from tilth.serve.agents.server import _called
-from tilth.serve.anthropic import MessageForm
-from tilth.serve.anthropic_body import MessagesBody
+from tilth.serve.anthropic import MessageForm, MessagesBody
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 

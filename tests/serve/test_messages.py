@@ -9,9 +9,9 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.envs.calls import ToolCall
-from tilth.serve.anthropic_body import MessagesBody
+from tilth.serve.anthropic import MessagesBody
 from tilth.serve.errors import HttpError, read
-from tilth.serve.messages import plain
+from tilth.serve.schemas import plain
 
 anthropic = pytest.importorskip("anthropic", reason="the client anthropic is not installed (pip install anthropic)")
 
@@ -164,7 +164,7 @@ def test_a_stream_ends_in_the_message(address, client, model, more):
 def test_text_before_calls_is_a_block_of_its_own(address, model, monkeypatch):
     two = [ToolCall("weather", {"city": city}) for city in ("Oslo", "Rome")]
     monkeypatch.setattr("tilth.serve.choices.split_turn", lambda *_: ("so", two))
-    monkeypatch.setattr("tilth.serve.texts.before_calls", lambda text: "")
+    monkeypatch.setattr("tilth.serve.choices.before_calls", lambda text: "")
     asked = {"model": model, "messages": HELLO, "tools": [TOOL], "max_tokens": 2, "temperature": 0}
     whole = raw(address, "/v1/messages", **asked)[1]
     text, *calls = whole["content"]

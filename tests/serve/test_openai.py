@@ -18,9 +18,9 @@ from tilth.cli.generate import complete
 from tilth.cli.main import GenerateCommand
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.calls import ToolCall
+from tilth.serve.choices import StreamedText
 from tilth.serve.model import ServedModel
 from tilth.serve.openai import LONG
-from tilth.serve.texts import StreamedText
 
 HELLO = [{"role": "user", "content": "How are you?"}]
 

@@ -158,7 +158,7 @@ def test_text_before_calls_is_a_message_of_its_own(address, model, monkeypatch):
     two = [ToolCall("weather", {"city": city}) for city in ("Oslo", "Rome")]
     monkeypatch.setattr("tilth.serve.choices.split_turn", lambda *_: ("so", two))
     asked = {"model": model, "input": HELLO, "tools": [TOOL], "max_output_tokens": 2, "temperature": 0}
-    monkeypatch.setattr("tilth.serve.texts.before_calls", lambda text: "")
+    monkeypatch.setattr("tilth.serve.choices.before_calls", lambda text: "")
     whole = raw(address, "/v1/responses", **asked)[1]
     assert [item["type"] for item in whole["output"]] == ["message", "function_call", "function_call"]
     assert whole["output"][0]["content"][0]["text"] == "so"

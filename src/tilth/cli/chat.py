@@ -22,7 +22,7 @@ from tilth.engines.request import Request, SamplingParams
 from tilth.engines.rounds import EngineRounds
 from tilth.process.handlers import handling
 from tilth.runs.models import LoadedModel, load_model, make_engine, wants_tokenizer
-from tilth.serve.texts import StreamedText
+from tilth.serve.choices import StreamedText
 from tilth.ui.format import plain
 
 HELP = """/reset   begin anew

@@ -2,13 +2,28 @@
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from tilth.core.errors import ArgumentError
 
+T = TypeVar("T")
 Numbers = Sequence[int] | Sequence[float] | np.ndarray
+
+
+def portions(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield items in order, some at a time: of at most ``most`` in all, or a larger one alone."""
+    some, filled = list[T](), 0
+    for item in items:
+        if some and filled + size(item) > most:
+            yield some
+            some, filled = [], 0
+        some.append(item)
+        filled += size(item)
+    if some:
+        yield some
 
 
 def micro_batches(lengths: Numbers, max_tokens: int) -> list[np.ndarray]:

@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tilth.serve import anthropic_body, response_body
+from tilth.serve import anthropic as anthropic_body
+from tilth.serve import responses as response_body
 from tilth.serve.anthropic import MessageForm
 from tilth.serve.errors import HttpError, read
 from tilth.serve.forms import Form

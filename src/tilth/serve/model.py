@@ -11,8 +11,7 @@ from tilth.data.template import PlainTemplate, Template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.request import Request, SamplingParams
 from tilth.serve.errors import HttpError, shortened
-from tilth.serve.messages import listed, plain
-from tilth.serve.schemas import Message, SampledBody, ToolSchema
+from tilth.serve.schemas import Message, SampledBody, ToolSchema, listed, plain
 
 DEFAULT_TOKENS = 16
 """Longest completion of a text without ``max_tokens``, as in OpenAI's interface."""

@@ -20,9 +20,8 @@ from tilth.serve.tinker.api import LARGEST
 from tilth.serve.tinker.base import ALPHA, TARGETS
 from tilth.serve.tinker.desk import FACTS
 from tilth.serve.tinker.folders import CheckpointPath
-from tilth.serve.tinker.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
 from tilth.serve.tinker.wire import Datum
-from tilth.serve.tinker.worker import read_state
+from tilth.serve.tinker.worker import AdamStep, ModelSpec, SharedBase, TrainedModel, read_state
 
 ADAM = types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
 PROMPT = types.ModelInput.from_ints(TOKENIZER.encode("1+2="))

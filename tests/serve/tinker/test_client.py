@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import CheckpointError
-from tilth.serve.tinker.client import LIVE, TrainClient
+from tilth.serve.tinker.samplers import LIVE, TrainClient
 
 
 def room(deleted=()):

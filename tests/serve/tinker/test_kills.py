@@ -17,7 +17,8 @@ from tests.serve.tinker.served import TOKENIZER, Served, base, service, serving
 from tests.serve.tinker.test_api import ADAM, datum, rows, run, sampled_datum, weights_of
 from tilth.core.errors import CheckpointError, StorageError, WorkerLost
 from tilth.serve.start import ServeOptions
-from tilth.serve.tinker import desk, runner
+from tilth.serve.tinker import desk
+from tilth.serve.tinker import desk as runner
 from tilth.serve.tinker.folders import ABOUT, CheckpointPath, ServiceFolder, write_json
 from tilth.serve.tinker.start import TrainOptions, open_training
 from tilth.serve.tinker.worker import STATE, read_about, read_state

@@ -15,8 +15,8 @@ from tilth.models.attention import PackedContext
 from tilth.models.converters import LowRank, converted
 from tilth.parallel.dims import ParallelDims
 from tilth.serve.tinker.losses import LOSSES, check_data, options_of
-from tilth.serve.tinker.trained import AdamStep, ModelSpec, SharedBase, TrainedModel, score_sequence
 from tilth.serve.tinker.wire import Datum, ProvenanceRun
+from tilth.serve.tinker.worker import AdamStep, ModelSpec, SharedBase, TrainedModel, score_sequence
 
 LENGTHS = (5, 1, 9)
 LORA = ModelSpec(LoraConfig(rank=4), 3)

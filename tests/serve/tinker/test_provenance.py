@@ -7,7 +7,7 @@ import pytest
 
 from tests.errors import raises
 from tilth.core.errors import DataError
-from tilth.serve.tinker.provenance import SampleRecord, check_provenance
+from tilth.serve.tinker.losses import SampleRecord, check_provenance
 from tilth.serve.tinker.wire import Datum, ProvenanceRun
 
 SAMPLES = {

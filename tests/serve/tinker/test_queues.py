@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tilth.core.errors import DataError
 from tilth.serve.tinker import queues
-from tilth.serve.tinker.log import Record, RequestLog
-from tilth.serve.tinker.queues import KEPT, BusyError, RequestQueue, StoredAnswer, next_of
+from tilth.serve.tinker.queues import KEPT, BusyError, Record, RequestLog, RequestQueue, StoredAnswer, next_of
 
 
 def queue(folder, name="a", **more):

@@ -17,8 +17,7 @@ from tilth.core.errors import DataError
 from tilth.envs.calls import ToolCall
 from tilth.envs.environment import EnvironmentFault, Message
 from tilth.serve.errors import HttpError
-from tilth.serve.messages import assistant, listed, plain
-from tilth.serve.schemas import ChatBody, ResponseFormat
+from tilth.serve.schemas import ChatBody, ResponseFormat, assistant, listed, plain
 from tilth.serve.schemas import Message as ChatMessage
 
 MODEL = "policy"

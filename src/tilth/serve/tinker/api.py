@@ -29,11 +29,10 @@ from tilth.serve.tinker.bodies import (
     SessionBody,
     StepBody,
 )
-from tilth.serve.tinker.desk import TrainingDesk
+from tilth.serve.tinker.desk import CHECKPOINTS, Client, TrainingDesk
 from tilth.serve.tinker.folders import ABOUT, KINDS, CheckpointPath, expires_at, read_json, write_json
 from tilth.serve.tinker.losses import WEIGHT
 from tilth.serve.tinker.queues import BusyError, StoredAnswer
-from tilth.serve.tinker.runner import CHECKPOINTS, Client
 from tilth.serve.tinker.samplers import check_sample
 
 PREFIX = "/api/v1"

@@ -18,9 +18,9 @@ from tilth.serve.app import Guarded, HttpServer
 from tilth.serve.start import ServeOptions, open_app
 from tilth.serve.tinker.api import BODIES, router
 from tilth.serve.tinker.base import ServedBase, ServiceLimits
-from tilth.serve.tinker.client import TrainClient
 from tilth.serve.tinker.desk import TrainingDesk
 from tilth.serve.tinker.folders import ServiceFolder
+from tilth.serve.tinker.samplers import TrainClient
 
 LAYOUT = frozenset(name for name, axis in AXES.items() if {*axis.splits} <= {"rows", "parameters"})
 """Axes that a layout of clients' models may have."""
