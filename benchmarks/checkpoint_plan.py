@@ -35,9 +35,8 @@ import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
 
-from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.manifest import FileEntry, assemble, parse_manifest, parse_report, report_of
-from tilth.checkpoint.planning import DTYPES, GroupPlan, Spec, plan_group
+from tilth.checkpoint.planning import DTYPES, GroupPlan, Spec, plan_group, tiling_problem
 from tilth.core.layout import Box, Layout, Mesh, Shard
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import layouts

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tilth.checkpoint import balance, manifest, planning
+from tilth.checkpoint import manifest, planning
+from tilth.checkpoint import planning as balance
 from tilth.checkpoint.planning import DTYPES, Spec
 from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 

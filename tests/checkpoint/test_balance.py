@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.cases import columns_of, least, specs
-from tilth.checkpoint import balance
-from tilth.checkpoint.balance import LEAST, Held, cuttable, deal
-from tilth.checkpoint.covering import tiling_problem
-from tilth.checkpoint.planning import Spec, plan_group, spec_table, specs_of
+from tilth.checkpoint import planning as balance
+from tilth.checkpoint.planning import (
+    LEAST,
+    Held,
+    Spec,
+    cuttable,
+    deal,
+    plan_group,
+    spec_table,
+    specs_of,
+    tiling_problem,
+)
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import layouts

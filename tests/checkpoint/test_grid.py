@@ -17,9 +17,9 @@ from tests.checkpoint.make import cut, same, save_sharded, tensor
 from tests.checkpoint.test_processes import check
 from tests.models.tiny import FAMILIES
 from tests.parallel.layouts import CONFIG, Case, build
-from tilth.checkpoint.balance import LEAST
+from tilth.checkpoint.planning import LEAST
 from tilth.checkpoint.read import Checkpoint, open_checkpoint
-from tilth.checkpoint.shards import state_layouts
+from tilth.checkpoint.snapshot import state_layouts
 from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shape, Shard
 from tilth.plan.layout import layouts
 from tilth.plan.shape import parameter_shapes

@@ -8,7 +8,7 @@ import torch
 from tests.errors import raises
 from tilth.checkpoint import Group, copies, open_checkpoint
 from tilth.checkpoint.copies import AtRest, Copies, _word_sum
-from tilth.checkpoint.memory import MemorySaver, publish
+from tilth.checkpoint.saver import MemorySaver, publish
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh
 from tilth.plan.layout import nested

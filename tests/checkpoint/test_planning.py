@@ -18,8 +18,9 @@ from safetensors import safe_open
 from tests.checkpoint.cases import columns_of, layouts, least, meshes, specs
 from tests.errors import raises
 from tests.examples import examples
-from tilth.checkpoint import balance, covering, planning
-from tilth.checkpoint.covering import tiling_problem
+from tilth.checkpoint import planning
+from tilth.checkpoint import planning as balance
+from tilth.checkpoint import planning as covering
 from tilth.checkpoint.planning import (
     ALIGNMENT,
     DTYPES,
@@ -34,8 +35,9 @@ from tilth.checkpoint.planning import (
     specs_of,
     tile_counts,
     tiles,
+    tiling_problem,
 )
-from tilth.checkpoint.shards import held
+from tilth.checkpoint.snapshot import held
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Replicate, Shard
 

@@ -12,9 +12,8 @@ from tests.checkpoint import hand
 from tests.checkpoint.make import DTYPES, same, shares, tensor
 from tests.checkpoint.test_reading import flip
 from tests.examples import examples
-from tilth.checkpoint import replica_read
-from tilth.checkpoint.read import open_checkpoint
-from tilth.checkpoint.replica_read import Share, divided
+from tilth.checkpoint import read as replica_read
+from tilth.checkpoint.read import Share, divided, open_checkpoint
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.parallel.dims import ParallelDims

@@ -14,7 +14,7 @@ from tests.checkpoint.hand import tile_sums
 from tests.checkpoint.make import DTYPES, ranks_of, same, save_sharded, shares, tensor
 from tests.errors import raises
 from tilth.checkpoint import Group, Saver, begin_save, commit_save, open_checkpoint, save, state_layouts
-from tilth.checkpoint.shards import views
+from tilth.checkpoint.snapshot import views
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, Replicate, Shard
 

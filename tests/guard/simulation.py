@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tilth.checkpoint.memory import SLOTS
+from tilth.checkpoint.saver import SLOTS
 from tilth.cluster.backends.base import Call, Probe, Reply
 from tilth.cluster.controller import dispatch as dispatching
 from tilth.cluster.controller.cluster import Cluster

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoint.make import group_of
 from tests.checkpoint.saving import layouts, whole
-from tilth.checkpoint.memory import MemorySaver
+from tilth.checkpoint.saver import MemorySaver
 from tilth.cluster.backends.base import Copied
 from tilth.cluster.backends.ray_actors import Scratch
 from tilth.core.errors import CheckpointError, StorageError

@@ -8,7 +8,7 @@ import torch
 
 from tests.errors import raises
 from tilth.checkpoint import Group
-from tilth.checkpoint.memory import MemorySaver
+from tilth.checkpoint.saver import MemorySaver
 from tilth.core.errors import CheckpointError, NonFiniteError, StorageError
 from tilth.core.layout import Layout, Mesh
 from tilth.flows.run import Run

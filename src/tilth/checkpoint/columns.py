@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tilth.checkpoint.covering import tiling_problem
-from tilth.checkpoint.planning import DIMENSIONS, DTYPES, MOST, TensorRow, tile_counts
+from tilth.checkpoint.planning import DIMENSIONS, DTYPES, MOST, TensorRow, tile_counts, tiling_problem
 from tilth.core.errors import CheckpointError
 
 _COLUMNS = ("offset", "size", "file", "byte0")

@@ -15,7 +15,7 @@ from typing import Any
 
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.manifest import Report
-from tilth.checkpoint.memory import SLOTS, publish
+from tilth.checkpoint.saver import SLOTS, publish
 from tilth.cluster.backends.base import Copied
 from tilth.cluster.backends.ray_files import RayFiles
 from tilth.cluster.controller.group import WorkerGroup

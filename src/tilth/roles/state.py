@@ -12,8 +12,8 @@ import torch
 from tilth.checkpoint import Checkpoint, Group, Saver, Share, open_checkpoint, state_layouts
 from tilth.checkpoint.copies import AtRest, Copies
 from tilth.checkpoint.manifest import Report
-from tilth.checkpoint.memory import MemorySaver
-from tilth.checkpoint.shards import REPLICATED
+from tilth.checkpoint.saver import MemorySaver
+from tilth.checkpoint.snapshot import REPLICATED
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
 from tilth.config.errors import listed
