@@ -20,6 +20,7 @@ from torch import Tensor
 import tilth
 from tilth.core.trajectory import Trajectory
 from tilth.engines import engine
+from tilth.engines.cache import SequenceKV
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Progress, Request, SamplingParams, SequenceState
@@ -113,8 +114,10 @@ class Slowed(Engine):
             super().submit([one])
             self._due[one.id] = self._step + length_of(one.id)
 
-    def resume(self, trajectory: Trajectory, params: SamplingParams, adapter: str = "") -> None:
-        super().resume(trajectory, params, adapter)
+    def resume(
+        self, trajectory: Trajectory, params: SamplingParams, adapter: str = "", kv: SequenceKV | None = None
+    ) -> None:
+        super().resume(trajectory, params, adapter, kv)
         self._due[trajectory.id] = self._step + length_of(trajectory.id)
 
     @property

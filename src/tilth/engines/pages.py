@@ -105,7 +105,7 @@ class PagedRows:
 
     @property
     def layouts(self) -> int:
-        """As of the pool, as keys and values."""
+        """Number of layouts of the pool."""
         return self.pool.layouts
 
     @property
@@ -118,7 +118,7 @@ class PagedRows:
 
     @property
     def kinds(self) -> list[tuple[int, int, torch.dtype]]:
-        """As of ``KVCache``."""
+        """Shape and dtype of each tensor, by ``KVCache.kinds``."""
         return [(*tensor.shape[2:], tensor.dtype) for tensor in self.pool.tensors]
 
     def layout(self, rows: int, capacity: int, keep_rows: int = 0, keep_tokens: int = 0) -> None:

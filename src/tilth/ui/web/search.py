@@ -191,8 +191,8 @@ def _match(path: Path, wanted: Wanted, chosen: pc.Expression, most: int) -> Matc
 
 
 class Kept:
-    """What searches have read of files, for the next ones: ``KEPT`` bytes at most. A value goes for another one
-    ``RESTS`` seconds after its use, so that of a run that does not fit is kept what fits, however many its files."""
+    """Values that searches have read from files, for the next searches: ``KEPT`` bytes at most. A value makes room for
+    another one ``RESTS`` seconds after its last use, so that of a run that does not fit, what fits is kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
