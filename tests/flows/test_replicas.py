@@ -376,6 +376,19 @@ def test_samples_of_a_lost_replica_go_on_elsewhere_while_it_is_mended(made):
     assert sorted(waited(replicas, 10)) == [*range(40, 60, 2)] and len(gone.seen) > seen
 
 
+def test_a_replica_that_is_alone_is_waited_for(made):
+    def mend(place, error):
+        time.sleep(0.1)
+        rollout.each[place].lost = False
+        return Publication(1, 1)
+
+    rollout, replicas = made(count=1, mend=mend)
+    rollout.each[0].lost = True
+    for first in (0, 2):
+        replicas.submit(flight(first))
+    assert waited(replicas, 2).keys() == {0, 2} and rollout.each[0].again
+
+
 def test_rows_that_are_lost_with_a_replica_are_generated_again(made):
     forgotten = []
     scorers = SimpleNamespace(take=lambda ended: None, forget=lambda ended: forgotten.extend(ended))
