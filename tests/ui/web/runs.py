@@ -95,9 +95,10 @@ def ranks(root, steps=12, slow=1.8, name="ranks"):
                            s("await", at + 10**6, at + 9 * 10**8, seq=begin), rank=2, step=step))  # fmt: skip
             run.commit_step({"step": step, "phase": "grpo", "loss": 1.0 / step, "time/step": 1.0})
         for rank in range(3):
-            mine = [root for root in roots if root["rank"] == rank]
-            path = run.events / f"attempt-1-rank-{rank}-000001.parquet"
-            pq.write_table(table(*mine), path, write_statistics=False)  # as ``trace.writer`` does
+            for number, part in enumerate((range(1, 6), range(6, steps + 1)), 1):
+                mine = [root for root in roots if root["rank"] == rank and root["step"] in part]
+                path = run.events / f"attempt-1-rank-{rank}-{number:06d}.parquet"
+                pq.write_table(table(*mine), path, write_statistics=False)  # as ``trace.writer`` does
         run.note_finding({"step": 9, "kind": "slow", "ranks": [1], "evidence": "rank 1 costs 0.3 s", "details": {}})
         run.end("finished")
         return run.path

@@ -699,12 +699,13 @@ def test_a_slow_rank_is_named_with_its_evidence(client):
 def test_older_steps_are_read_by_range(client):
     words = page_of(client, "/runs/ranks/time?steps=3:6").words
     assert "Steps 3 to 5 of attempt 1" in words
+    assert "Steps 7 to 8 of attempt 1" in page_of(client, "/runs/ranks/time?steps=7:9").words
     assert "has no events of steps 400:402" in page_of(client, "/runs/ranks/time?steps=400:402").words
 
 
 def test_a_torn_last_file_of_a_process_is_left_out(folder, tmp_path):
     shutil.copytree(folder / "ranks", tmp_path / "ranks")
-    (tmp_path / "ranks" / "events" / "attempt-1-rank-0-000002.parquet").write_bytes(b"PAR1 torn")
+    (tmp_path / "ranks" / "events" / "attempt-1-rank-0-000003.parquet").write_bytes(b"PAR1 torn")
     client = client_of(tmp_path)[0]
     assert "of attempt 1" in page_of(client, "/runs/ranks/time?steps=10:14").words
     assert client.get("/runs/ranks/lanes.json?step=12").status_code == 200
@@ -1108,7 +1109,7 @@ def test_the_nodes_of_ranks_are_shown_where_there_are_several(folder, tmp_path, 
     for path in (tmp_path / "ranks" / "events").glob("*.parquet"):
         events, rank = pq.read_table(path), int(path.name.split("-")[3])
         pq.write_table(events.replace_schema_metadata({**(events.schema.metadata or {}), "host": f"<n{rank}>"}), path)
-    (tmp_path / "ranks" / "events" / "attempt-1-rank-1-000002.parquet").write_bytes(b"torn")
+    (tmp_path / "ranks" / "events" / "attempt-1-rank-1-000003.parquet").write_bytes(b"torn")
     text = client.get("/runs/ranks/health").text
     for rank in (0, 1):
         assert text.count(f"<td>{rank}</td><td>&lt;n{rank}&gt;</td>") == 2  # of workers, and of the heat map
