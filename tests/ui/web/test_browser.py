@@ -40,8 +40,8 @@ def browser():
     before = {*psutil.Process().children(recursive=True)}
     with api.sync_playwright() as playwright:
         launched = playwright.chromium.launch(
-            executable_path=CHROMIUM, chromium_sandbox=os.getuid() != 0, args=["--disable-dev-shm-usage"],
-            timeout=1000 * patience(PATIENT),
+            executable_path=CHROMIUM, chromium_sandbox=os.getuid() != 0, timeout=1000 * patience(PATIENT),
+            args=["--disable-dev-shm-usage", "--disable-gpu", "--disable-software-rasterizer"],
         )  # fmt: skip
         yield launched
         started = {*psutil.Process().children(recursive=True)} - before

@@ -28,10 +28,8 @@ READERS = 4
 """Most files that a search reads at the same time, each on a core."""
 KEPT, RESTS = 96 << 20, 30.0
 """See ``Kept``."""
-BYTES = 4 << 20
-"""Bytes of texts that are looked through at once."""
-FEW = 256
-"""Matches among these that are looked for one by one."""
+BYTES, SAMPLED = 1 << 19, 61
+"""Bytes of texts that are looked through at once, of which every 61st is counted to know rare ones."""
 GROUP = 64
 """Most samples of a group that are shown."""
 SHOWN = 400
@@ -295,7 +293,7 @@ class StoredFile:
                 found[name] = pc.subtract(pc.list_value_length(table["tokens"]), table["prompt_length"])
             elif name in there:
                 dictionary = pa.types.is_dictionary(table[name].type)
-                found[name] = table[name] if dictionary else table[name].cast(kind)
+                found[name] = table[name] if dictionary or table[name].type == kind else table[name].cast(kind)
             else:
                 found[name] = pa.chunked_array([pa.nulls(len(table), kind)])
         return found
@@ -345,28 +343,25 @@ def _says(column: pa.ChunkedArray, text: str) -> np.ndarray:
 
 
 def _said(texts: pa.StringArray, text: str) -> np.ndarray:
-    """Return where texts have another one in them, in capitals or not."""
+    """Return where texts have another one in them, in capitals or not: its rarest bytes are looked for first, in all
+    texts at once, which numpy does beside other threads."""
     if text.lower() != text.upper():
         if not text.isascii():
-            return _matched(pc.match_substring(texts, text, ignore_case=True))
+            found = pc.match_substring(texts, text, ignore_case=True)
+            return found.fill_null(False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
         texts, text = pc.ascii_lower(texts), text.lower()
-    found, wanted = np.zeros(len(texts), bool), text.encode()
+    found, wanted = np.zeros(len(texts), bool), np.frombuffer(text.encode(), np.uint8)
     ends = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
-    values, begin = texts.buffers()[2], int(ends[0])
-    said = values[begin : int(ends[-1])].to_pybytes() if values else b""
-    at = said.find(wanted)
-    for _ in range(FEW):  # looked for in all texts at once: less than half the time of a match of each
-        if at < 0:
-            return found & texts.is_valid().to_numpy(zero_copy_only=False) if texts.null_count else found
-        row = int(np.searchsorted(ends, at + begin, "right")) - 1
-        inside = at + len(wanted) <= ends[row + 1] - begin  # else it is of two texts
-        found[row] |= inside
-        at = said.find(wanted, int(ends[row + 1]) - begin if inside else at + 1)
-    return _matched(pc.match_substring(texts, text))
-
-
-def _matched(found: pa.BooleanArray) -> np.ndarray:
-    return found.fill_null(False).to_numpy(zero_copy_only=False)
+    said = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[ends[0] : ends[-1]]
+    rare = np.argsort(np.bincount(said[::SAMPLED], minlength=256)[wanted], kind="stable").tolist()
+    count = max(len(said) - len(wanted) + 1, 0)
+    first, second = (said[place : place + count] == wanted[place] for place in (rare[0], rare[min(1, len(rare) - 1)]))
+    at = np.flatnonzero(first & second)
+    for place in rare[2:]:
+        at = at[said[at + place] == wanted[place]]
+    rows = np.searchsorted(ends, at + ends[0], "right") - 1
+    found[rows[at + ends[0] + len(wanted) <= ends[rows + 1]]] = True  # others are of two texts
+    return found & texts.is_valid().to_numpy(zero_copy_only=False) if texts.null_count else found
 
 
 def _first(table: pa.Table, wanted: Wanted, most: int) -> pa.Table:
