@@ -117,10 +117,12 @@ _IMPORTING: list[str] = []  # plugins that are being imported, the innermost las
 _PLACES: list[str] = []  # files of plugins, in the order of the import path
 
 
-def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T], T]:
+def declare(
+    kind: Kind, name: str, shipped: Iterable[str] = (), add: Callable[[Any], None] = lambda value: None
+) -> Callable[[T], T]:
     """Return a decorator that records a function or class under a name.
 
-    shipped: names of this kind that come with Tilth. Raises PluginError if the name is taken.
+    shipped: names of this kind that come with Tilth; add: called with it. Raises PluginError if the name is taken.
     """
     if callable(name):
         own = getattr(name, "__name__", "my_name")
@@ -143,6 +145,7 @@ def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T],
         if before is not None and before.same_code != found.same_code:
             message = f"{kind} {name!r} of {found.where} is declared by {before.where} too; choose another name"
             raise PluginError(message, key=f"{kind}.{name}")
+        add(value)
         _DECLARED[kind][name] = found
         return value
 
@@ -196,15 +199,13 @@ def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
     ``tilth.training.optim.MatrixOptimizer`` needs whole matrices: its class is called with (parameters by name, sharded
     model or None, section). Raises PluginError if the name is taken.
     """
-    record = declare("optimizer", name, _SHIPPED_OPTIMIZERS)
+
+    def add(make: Any) -> None:
+        OPTIMIZERS[name] = OptimizerSpec(tuple(state), getattr(make, "needs", "elements"), make)
+
+    record = declare("optimizer", name, _SHIPPED_OPTIMIZERS, add)
     _check_names(f"optimizer.{name}.state", state)
-
-    def add(make: T) -> T:
-        record(make)
-        OPTIMIZERS[name] = OptimizerSpec(tuple(state), getattr(make, "needs", "elements"), make)  # type: ignore[arg-type]
-        return make
-
-    return add
+    return record
 
 
 def compressor(name: str, *, state: Sequence[str] = ("residual",)) -> Callable[[T], T]:
@@ -214,18 +215,16 @@ def compressor(name: str, *, state: Sequence[str] = ("residual",)) -> Callable[[
     state: what each rank keeps for it, in checkpoints too: a residual for error feedback, or nothing. Raises
     PluginError if the name is taken, or for another state.
     """
-    record = declare("compressor", name, {*_SHIPPED_COMPRESSORS, "exact"})
+
+    def add(make: Any) -> None:
+        COMPRESSORS[name] = CompressorSpec(make, tuple(state))
+
+    record = declare("compressor", name, {*_SHIPPED_COMPRESSORS, "exact"}, add)
     _check_names(f"compressor.{name}.state", state)
     if unknown := set(state) - {"residual"}:
         message = f"@tilth.compressor({name!r}): state={tuple(state)} has {min(unknown)!r}; there is a residual alone"
         raise PluginError(message, key=f"compressor.{name}.state")
-
-    def add(make: T) -> T:
-        record(make)
-        COMPRESSORS[name] = CompressorSpec(make, tuple(state))  # type: ignore[arg-type]
-        return make
-
-    return add
+    return record
 
 
 def transform(name: str) -> Callable[[T], T]:
@@ -260,15 +259,8 @@ def flow(
     ``{"algorithm": {"advantage": "gae"}}``, ``{"algorithm.advantage": "gae"}``. Raises PluginError if the name is
     taken, if the function takes other arguments, or if a default is of no key.
     """
-    record = declare("flow", name, _SHIPPED_FLOWS)
-    _check_names(f"flow.{name}.roles", roles)
-    if learns not in get_args(Learns):
-        known = ", ".join(map(repr, get_args(Learns)))
-        raise PluginError(f"@tilth.flow({name!r}): learns={learns!r} is not one of {known}", key=f"flow.{name}.learns")
-    calls, own = frozenset(roles), _nested(name, defaults or {})
-    made = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=calls, own_loop=True)
 
-    def add(loop: T) -> T:
+    def add(loop: Any) -> None:
         if inspect.isfunction(loop):
             taken = inspect.signature(loop)
             try:
@@ -276,11 +268,16 @@ def flow(
             except TypeError:
                 message = f"@tilth.flow({name!r}): {loop.__name__} must take one argument, run, not {taken}"
                 raise PluginError(message, key=f"flow.{name}.arguments") from None
-        record(loop)
         FLOWS[name] = made
-        return loop
 
-    return add
+    record = declare("flow", name, _SHIPPED_FLOWS, add)
+    _check_names(f"flow.{name}.roles", roles)
+    if learns not in get_args(Learns):
+        known = ", ".join(map(repr, get_args(Learns)))
+        raise PluginError(f"@tilth.flow({name!r}): learns={learns!r} is not one of {known}", key=f"flow.{name}.learns")
+    calls, own = frozenset(roles), _nested(name, defaults or {})
+    made = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=calls, own_loop=True)
+    return record
 
 
 def _check_names(key: str, names: Iterable[str]) -> None:
@@ -377,13 +374,10 @@ def role(
     """
     from tilth.config.schema import Recipe  # imports this module
 
-    record = declare("role", name, {*SHIPPED_ROLES, *Recipe.model_fields})
-
-    def add(worker: T) -> T:
-        record(worker)
+    def add(worker: Any) -> None:
         ROLES[name] = RoleSpec(
             name,
-            worker,  # type: ignore[arg-type]
+            worker,
             lambda recipe: name in recipe.flow_spec.roles,
             mesh,
             memory,
@@ -392,9 +386,8 @@ def role(
             receives=receives,
             values=values,
         )
-        return worker
 
-    return add
+    return declare("role", name, {*SHIPPED_ROLES, *Recipe.model_fields}, add)
 
 
 def engine(name: str) -> Callable[[T], T]:
