@@ -299,21 +299,16 @@ class LifeOfRun:
 
     def finish(self) -> Run:
         """Run the phases to their end, with the last checkpoint."""
-        self._whole, self._back = self.run, False
-        _complete(self.run, self._profiling)
+        run, self._whole, self._back = self.run, self.run, False
+        _phases(run)
+        self._profiling.conclude()
+        run.saving.finish()
+        if run.saving.wanted:
+            run.secure()
+        run.directory.flush(SLOW)  # the writer may be lost with rows that are in no file yet
         if self._updates is not None:
             self._updates.finish()
-        return self.run
-
-
-def _complete(run: Run, profiling: Profiling) -> None:
-    """Run the phases to their end, and save what is not saved yet."""
-    _phases(run)
-    profiling.conclude()
-    run.saving.finish()
-    if run.saving.wanted:
-        run.secure()
-    run.directory.flush(SLOW)  # the writer may be lost with rows that are in no file yet
+        return run
 
 
 def _restore(run: Run, remake: Callable[[], None], *, fallback: bool = False, again: bool = False) -> None:

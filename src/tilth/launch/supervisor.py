@@ -311,7 +311,7 @@ class Supervisor:
         self._still, self._hung, self._requested = None, "", time.monotonic()
         for name in (PULSE, BEGUN, FELL, TAKEN):
             (self._scratch / name).unlink(missing_ok=True)
-        streams = [number for number in range(3) if _is_open(number)]
+        streams = [number for number in range(3) if os.path.lexists(f"/proc/self/fd/{number}")]
         request = {
             "owner": os.getpid(),
             "streams": streams,
@@ -528,11 +528,3 @@ def _last_words(run: str, code: int) -> str:
 def _exit_code(code: int) -> int:
     """Return the exit code of a command whose child ended with this one, as shells have it for a signal."""
     return code if code >= 0 else 128 - code
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True

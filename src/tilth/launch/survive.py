@@ -165,12 +165,6 @@ class Survival(Callback):
         verdict = verdict_of(error)
         return None if verdict is None else with_cause(diagnosed(verdict, error, self.cluster))
 
-    def _check_node(self, verdict: Verdict) -> Verdict:
-        """Test this machine before one of its workers is replaced again, and add the result to the verdict."""
-        found = check_node()
-        self.say(f"{'' if found.sound else 'warning: '}this machine: {found.sentence()}")
-        return replace(verdict, details={**verdict.details, "node": found.as_dict()})
-
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Tell that a step which had no room is complete, and what was replaced beside it."""
         while self._beside:
@@ -188,7 +182,9 @@ class Survival(Callback):
         time.sleep(action.wait)  # nothing to wait on
         again = any(self._replaced[rank] for rank in action.ranks)
         if again and isinstance(self.cluster.backend, LocalBackend):
-            verdict = self._check_node(verdict)
+            found = check_node()  # of this machine
+            self.say(f"{'' if found.sound else 'warning: '}this machine: {found.sentence()}")
+            verdict = replace(verdict, details={**verdict.details, "node": found.as_dict()})
         self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
         if action.evict:
             self.say(
@@ -253,7 +249,8 @@ class Survival(Callback):
             or (len(group.mesh) > 1 and not broken.isdisjoint(group.mesh.ranks))
         ]
         passes = [group for group in groups if group.role == WEIGHT_SYNC and group not in lost]
-        return lost + passes if any(_has_weights(group.role) for group in lost) else lost
+        specs = [ROLES.get(group.role) for group in lost]
+        return lost + passes if any(spec is not None and spec.mesh != "one" for spec in specs) else lost
 
     def _begin_attempt(self, record: dict[str, Any]) -> None:
         """Record the recovery; events and metrics belong to the next attempt."""
@@ -309,9 +306,8 @@ def close(cluster: Cluster, directory: RunDir, step: int) -> list[str]:
         verdict = with_cause(verdict)
         directory.say(_first_line(verdict, step))
         directory.say("nothing is lost with it: the run had come to its end")
-        facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
-        facts |= {"step": step, "action": "none", "details": verdict.details, "replaced": [], "made": []}
-        directory.note_late({**facts, "seconds": 0.0})
+        facts = {"step": step, **vars(verdict), "action": "none", "replaced": [], "made": [], "seconds": 0.0}
+        directory.note_late(facts)
         return []
 
 
@@ -319,10 +315,9 @@ def _record(
     verdict: Verdict, action: Action, step: int, replaced: list[int], made: list[str], began: float
 ) -> dict[str, Any]:
     """Return the line of a recovery."""
-    facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
-    facts |= {"action": action.step, "details": verdict.details}
+    facts = {"step": step, **vars(verdict), "action": action.step}
     facts |= {"evicted": action.evict} if action.evict else {}
-    return {"step": step, **facts, "replaced": replaced, "made": made, "seconds": round(time.monotonic() - began, 3)}
+    return {**facts, "replaced": replaced, "made": made, "seconds": round(time.monotonic() - began, 3)}
 
 
 def _named(new: Sequence[int], culprits: Collection[int]) -> str:
@@ -347,11 +342,6 @@ def unchanged(group: WorkerGroup, step: int) -> bool:
 def is_new(group: WorkerGroup) -> bool:
     """Return True if a role has the state that it was made with."""
     return group.marked is None and not group.changed_by
-
-
-def _has_weights(role: str) -> bool:
-    spec = ROLES.get(role)
-    return spec is not None and spec.mesh != "one"
 
 
 def _is_kept(group: WorkerGroup, replaced: AbstractSet[int], failed: AbstractSet[str]) -> bool:
