@@ -66,8 +66,8 @@ from tilth.models.decoder import Decoder
 from tilth.parallel import comm
 from tilth.parallel.compress import Compressor
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.local import reducer_of
 from tilth.parallel.sharded import Zero, shard
-from tilth.parallel.two_level import reducer_of
 from tilth.plan.costs import wire
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import packed_logprobs

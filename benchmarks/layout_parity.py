@@ -52,8 +52,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan, RowTable, plan_batch
 from tilth.training.engine import TrainEngine, negative_log_likelihood
-from tilth.training.packed import Scored, computed_tokens, cut, limits_of, model_input, plan_micros, run_forward
-from tilth.training.units import PLACES
+from tilth.training.packed import PLACES, Scored, computed_tokens, cut, limits_of, model_input, plan_micros, run_forward
 
 ROWS: dict[str, dict[str, Any]] = {
     "1 rank": {},

@@ -15,8 +15,8 @@ from tilth.checkpoint import mark_best
 from tilth.checkpoint.directory import step_name
 from tilth.cli.main import app
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.runs.models import MODEL_FOLDER, save_shape
 
 MESH = Mesh(("dp", "fsdp", "tp"), (1, 2, 2))

@@ -21,9 +21,9 @@ from tilth.data.examples import pairs_of
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.models.attention import PackedContext
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
-from tilth.models.value import ValueModel
 from tilth.runs.export import write_model
 from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_trajectories

@@ -15,8 +15,8 @@ from tilth.core.errors import RecipeError
 from tilth.models.activations import KEPT, HostActivations
 from tilth.models.attention import PackedContext
 from tilth.models.casts import cast, keep_casts
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 
 SHAPES = {
     "dense": {"family": "qwen3", "qk_norm": True},

@@ -12,9 +12,8 @@ from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
-from tilth.models.converters import CONVERTERS, converted
+from tilth.models.converters import CONVERTERS, ValueModel, converted
 from tilth.models.decoder import Decoder, Layer, Linear
-from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.rules import Parameter

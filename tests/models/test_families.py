@@ -26,10 +26,10 @@ from tilth.core.layout import Mesh
 from tilth.core.random import fill_normal_, stream
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder, Layer, Linear, RMSNorm
 from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, Family, families, linear, new_config, norm
 from tilth.models.hf import load_pretrained, open_tensors, save_pretrained
-from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.layout import layouts, per_rank

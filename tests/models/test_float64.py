@@ -8,9 +8,9 @@ import torch
 
 from tests.models.tiny import decoder, shape, tokens
 from tilth.models.attention import PackedContext
+from tilth.models.converters import ValueHead, ValueModel
 from tilth.models.decoder import Decoder, RMSNorm
 from tilth.models.rope import Rope
-from tilth.models.value import ValueHead, ValueModel
 from tilth.training.packed import MicroBatch, appraise, model_input, score
 
 DOUBLE = torch.float64

@@ -16,6 +16,7 @@ from tests.errors import raises
 from tests.models.tiny import FAMILIES, decoder, reference, shape, tokens
 from tilth.core.errors import ModelError, StorageError
 from tilth.models.attention import PackedContext
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
 from tilth.models.hf import (
     load_pretrained,
@@ -25,7 +26,6 @@ from tilth.models.hf import (
     save_pretrained,
 )
 from tilth.models.unread import Unread, block, shapes
-from tilth.models.value import ValueModel
 from tilth.plan.shape import parameter_shapes
 
 

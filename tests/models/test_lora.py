@@ -12,10 +12,9 @@ from tilth.config.schema import LoraConfig
 from tilth.core.errors import ModelError, RecipeError
 from tilth.core.random import dropout_mask, stream
 from tilth.models.attention import DropoutContext, PackedContext
-from tilth.models.converters import LowRank, converted
+from tilth.models.converters import LowRank, ValueModel, converted
 from tilth.models.decoder import Decoder
 from tilth.models.lora import merge
-from tilth.models.value import ValueModel
 from tilth.plan.lora import adapter_shapes, is_adapter, pair_of, scale_of
 
 LORA = LoraConfig(rank=3, alpha=6.0)

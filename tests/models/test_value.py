@@ -15,9 +15,9 @@ from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_pretrained, load_weights, save_pretrained
-from tilth.models.value import ValueModel
 from tilth.training.packed import appraise, model_input, packed_values
 
 CPU = torch.device("cpu")

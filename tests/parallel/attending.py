@@ -15,7 +15,7 @@ from tests.parallel.divided import far, one_device, sequences
 from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
 from tilth.models.attention import DropoutContext
-from tilth.models.value import ValueModel
+from tilth.models.converters import ValueModel
 from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.context import ContextParallel
 from tilth.parallel.dims import ParallelDims

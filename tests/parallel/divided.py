@@ -17,13 +17,12 @@ from tests.training.cutting import micros
 from tilth.core.batch import Jagged
 from tilth.core.layout import Box, Mesh
 from tilth.models.attention import DropoutContext, PackedContext
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares
-from tilth.models.value import ValueModel
 from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.tensor import TensorPlan, apply_tensor
-from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
+from tilth.parallel.tensor import TensorPlan, Vocabulary, VocabularyHead, apply_tensor
 from tilth.plan import kernels
 from tilth.training.packed import MicroBatch, appraise, model_input, score
 

@@ -10,9 +10,8 @@ from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
-from tilth.models.converters import LowRank, converted
+from tilth.models.converters import LowRank, ValueModel, converted
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.batch import MicroBatchPlan, RowTable, plan_batch

@@ -179,7 +179,7 @@ def check_copies(ranks: list[list[dict]]) -> None:
 def beside_training(rank: int, folder: str) -> list:
     """Weights go to a role on one of the workers of the policy, and two replicas give each other what they read."""
     from tests.roles.test_weight_sync import CASES, relay_of, roles_of
-    from tilth.checkpoint.replica_read import Share, together
+    from tilth.checkpoint.read import Share, together
 
     case, group = CASES["partly shared"], ParallelDims.of(Mesh(("dp",), (2,)), rank).group("dp")
     relay = relay_of(case, rank, roles_of(case, rank), 2000)

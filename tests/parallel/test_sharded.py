@@ -20,9 +20,9 @@ from tests.parallel.layouts import (
 )
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Layout
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_pretrained, save_pretrained
-from tilth.models.value import ValueModel
 from tilth.parallel import sharded as room
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard

@@ -16,11 +16,11 @@ from tilth.guard.snapshots import compare
 from tilth.models import row_product
 from tilth.parallel.compress import four_bits
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.local import reducer_of
 from tilth.parallel.quantise import BLOCK, transform
 from tilth.parallel.reducer import EXACT, GradientPiece
 from tilth.parallel.sharded import shard
-from tilth.parallel.sync import CompressedReducer
-from tilth.parallel.two_level import TwoLevelReducer, TwoLevels, reducer_of
+from tilth.parallel.sync import CompressedReducer, TwoLevelReducer, TwoLevels
 from tilth.roles.state import Learner
 
 HERE = "tests.parallel.test_two_level:"

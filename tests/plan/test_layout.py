@@ -202,7 +202,7 @@ def test_layouts_are_as_megatron_divides(sizes, kv_heads):
 
 
 def value_model(shape):
-    from tilth.models.value import ValueModel
+    from tilth.models.converters import ValueModel
 
     return ValueModel(Decoder(shape))
 
@@ -453,7 +453,7 @@ def test_real_ranks_hold_what_was_predicted(pool, keys, role):
 
 
 def held_by_a_process(rank, role, overrides):
-    from tilth.models.value import ValueModel
+    from tilth.models.converters import ValueModel
     from tilth.parallel.dims import ParallelDims
 
     asked = load_recipe(

@@ -9,8 +9,8 @@ from tilth.core.batch import Jagged
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.local import reducer_of
 from tilth.parallel.sharded import shard
-from tilth.parallel.two_level import reducer_of
 from tilth.plan.context import RING_SHARE
 from tilth.plan.costs import wire
 from tilth.plan.layout import place

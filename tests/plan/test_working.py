@@ -14,8 +14,8 @@ from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.plan.kernels import GPU_CHUNK_ELEMENTS
 from tilth.plan.memory import judge_need, rollout_need
 from tilth.plan.shape import matrices, parameters

@@ -24,8 +24,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.gradients import GradientSums
-from tilth.parallel.sharded import shard
+from tilth.parallel.sharded import GradientSums, shard
 from tilth.plan.batch import BatchPlan, MicroBatchLimits, PlannedMicroBatch, RowTable, plan_batch
 from tilth.plan.devices import DEVICES, DeviceType
 from tilth.plan.layout import cut, place

@@ -12,7 +12,7 @@ from tests.roles import small
 from tilth.config.schema import OptimizerConfig
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.models.attention import PackedContext
-from tilth.models.value import ValueModel
+from tilth.models.converters import ValueModel
 from tilth.roles.critic import CriticWorker, value_loss
 from tilth.roles.objective import WEIGHT
 from tilth.training.engine import TrainEngine

@@ -17,8 +17,8 @@ from tilth.config.schema import OptimizerConfig, PreferenceConfig
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.data.prompts import PromptSet
 from tilth.models.attention import PackedContext
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.parallel.sharded import ShardedModel
 from tilth.roles import pairs
 from tilth.roles.objective import WEIGHT

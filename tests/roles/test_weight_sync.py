@@ -19,8 +19,8 @@ from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh
 from tilth.engines.protocol import EngineError
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.parallel.comm import all_to_all
 from tilth.parallel.dims import ParallelDims, leave
 from tilth.parallel.sharded import shard

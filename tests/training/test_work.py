@@ -17,8 +17,8 @@ from tilth.analysis.read import read_events
 from tilth.core.batch import Jagged
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.plan.shape import Flops, attended, pass_flops, sequence_flops
 from tilth.trace import recorder, span
 from tilth.training import rate

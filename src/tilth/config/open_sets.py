@@ -59,7 +59,7 @@ COMPRESSORS = {
     "topk": CompressorSpec("tilth.parallel.compress:TopK"),
     "randomk": CompressorSpec("tilth.parallel.compress:RandomK", state=()),
     "dither": CompressorSpec("tilth.parallel.compress:Dither", state=()),
-    "sdp4bit": CompressorSpec("tilth.parallel.two_level:TwoLevels", state=()),
+    "sdp4bit": CompressorSpec("tilth.parallel.sync:TwoLevels", state=()),
 }
 """Compressors of gradients by name; plugins add to it. Those without bias need no residual, which learns worse."""
 WEIGHT_CODES = {"difference4": "tilth.parallel.compress:four_bits"}

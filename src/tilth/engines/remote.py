@@ -18,6 +18,7 @@ from tilth.engines.server import Connection, ServerError, ServerLost
 from tilth.engines.stats import Stats
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import stored_tensors
+from tilth.plan.packing import portions
 from tilth.plan.shape import parameter_shapes
 from tilth.process.child import finalize
 from tilth.process.restarts import RestartPolicy
@@ -300,15 +301,10 @@ class RemoteEngine(GenerationEngine):
             self._call(lambda server: None)
 
     def _buckets(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
-        held: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in stored_tensors(self.config, self._checked(weights)):
-            if held and size + tensor.nbytes > _BUCKET:
-                yield safetensors.torch.save(held)
-                held, size = {}, 0
-            held[name] = tensor.detach().to("cpu").contiguous().clone()
-            size += tensor.nbytes
-        yield safetensors.torch.save(held)
+        stored = stored_tensors(self.config, self._checked(weights))
+        held = ((name, tensor.detach().to("cpu").contiguous().clone()) for name, tensor in stored)
+        for some in portions(held, lambda named: named[1].nbytes, _BUCKET):
+            yield safetensors.torch.save(dict(some))
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         missing = parameter_shapes(self.config)

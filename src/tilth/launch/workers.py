@@ -27,14 +27,13 @@ from tilth.envs.pool import EnvironmentPool
 from tilth.flows.weight_sync import DTYPES
 from tilth.launch.loader_plans import source_loaders
 from tilth.models.config import DecoderConfig
-from tilth.models.converters import Converter, LowRank
+from tilth.models.converters import HEAD, Converter, LowRank
 from tilth.models.decoder import Decoder
 from tilth.models.parity import check_parity
-from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
+from tilth.parallel.local import reducer_of
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.parallel.two_level import reducer_of
 from tilth.plan.layout import layouts, policy_layouts, tp_part
 from tilth.plan.lora import is_adapter
 from tilth.plan.memory import has_relay

@@ -19,6 +19,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.family import is_known
 from tilth.models.hub import missing
 from tilth.models.unread import Unread, shapes
+from tilth.plan.packing import portions
 from tilth.plan.shape import Fused, hf_experts, hf_fused, hf_names, parameter_shapes
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def _write_weights(
     """Write weights, in several files with an index if they are large."""
     known = shapes(state)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in known.items()}
-    shards = _shards(sizes, shard_bytes)
+    shards = [*portions(sizes, sizes.__getitem__, shard_bytes)]
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -397,19 +398,6 @@ def _values(
         return state[name].detach().to("cpu", dtype).contiguous()
     parts = [state[part].detach().to("cpu", dtype) for part in there.parts]
     return torch.stack([part.transpose(-1, -2) if there.transposed else part for part in parts], -1).flatten(-2)
-
-
-def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Split names in order into shards of at most ``most`` bytes (unless a single tensor is larger)."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def _write_tokenizer(

@@ -22,6 +22,7 @@ from tilth.models.moe import StackedLinear, grouped_linear
 from tilth.parallel.comm import is_dtensor
 from tilth.parallel.reducer import BUCKET, EXACT, GradientReducer
 from tilth.parallel.tensor import RowLinear
+from tilth.plan.packing import portions
 
 
 class GradientFactors(NamedTuple):
@@ -108,7 +109,7 @@ class DeferredGradients:
             if self._at_once and sum(whole.nbytes for whole in self._whole.values()) >= BUCKET:
                 self._scatter(list(self._whole))
         if self._at_once or last:
-            for names in self._buckets():
+            for names in [*portions(self._whole, lambda name: self._whole[name].nbytes, BUCKET)]:
                 self._scatter(names)
 
     def _gradients(self, products: list[GradientFactors]) -> Iterator[tuple[str, Tensor]]:
@@ -119,17 +120,6 @@ class DeferredGradients:
         products.clear()
         for name in [name for name in self._own if name in by_name]:
             yield name, _gradient(by_name.pop(name), self._own[name])
-
-    def _buckets(self) -> list[list[str]]:
-        """Return the names of all whole gradients, in groups of about ``BUCKET`` bytes."""
-        found, size = list[list[str]](), BUCKET
-        for name, whole in self._whole.items():
-            if size >= BUCKET:
-                found.append([])
-                size = 0
-            found[-1].append(name)
-            size += whole.nbytes
-        return found
 
     def _scatter(self, names: Sequence[str]) -> None:
         """Sum whole gradients over the ranks that divide their parameters, and add this rank's shards."""

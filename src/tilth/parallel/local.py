@@ -8,20 +8,21 @@ rank alone takes the plain optimizer's steps, with its bits: a run may shrink to
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilth.config.open_sets import LOCAL_METHODS
+from tilth.config.open_sets import LOCAL_METHODS, WEIGHT_CODES
 from tilth.config.roles import resolve
 from tilth.config.schema import CommConfig
 from tilth.core.layout import Layout
 from tilth.core.random import stream
 from tilth.parallel.comm import Group
-from tilth.parallel.compress import checked
+from tilth.parallel.compress import checked, compressor_of
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
-from tilth.parallel.sync import by_rank
+from tilth.parallel.sync import CompressedReducer, TwoLevelReducer, TwoLevels, by_rank
 from tilth.plan.rules import Table, rule_of
 
 LOCAL, SHARED = "local.", "shared."
@@ -274,3 +275,23 @@ def local_method(comm: CommConfig, seed: int) -> GradientReducer:
     """Return the local method of ``policy.comm.local``. RecipeError: an option is wrong."""
     made: GradientReducer = resolve(LOCAL_METHODS[comm.local])(comm.every, comm.smallest, seed, **comm.options)
     return made
+
+
+def reducer_of(comm: CommConfig, seed: int) -> GradientReducer:
+    """Return what sums gradients by the keys of ``policy.comm``. RecipeError, PluginError: see ``compressor_of``."""
+    made = _made(comm, seed)
+    made.bucket_bytes = comm.bucket_bytes
+    return made
+
+
+def _made(comm: CommConfig, seed: int) -> GradientReducer:
+    if comm.exact:
+        return GradientReducer()
+    if comm.local != "none":
+        return local_method(comm, seed)
+    weights = None if comm.weights == "exact" else resolve(WEIGHT_CODES[comm.weights])()
+    how: dict[str, Any] = {"weights": weights, "smallest": comm.smallest, "seed": seed}
+    made = None if comm.gradients == "exact" else compressor_of(comm.gradients, comm.options)
+    if isinstance(made, TwoLevels):
+        return TwoLevelReducer(made, node_size=comm.node_size, **how)
+    return CompressedReducer(made, feedback=comm.residual, two_way=comm.two_way, **how)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tilth.core.errors import ModelError
 from tilth.models.attention import AttentionContext
+from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.parallel.comm import Channel, broadcast
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Layout
 from tilth.parallel.comm import Collective, Group, all_gather, all_reduce, reduce_scatter
 from tilth.parallel.dims import ParallelDims
+from tilth.plan.packing import portions
 from tilth.plan.rules import Table
 
 BUCKET = 1 << 25
@@ -116,15 +118,8 @@ class GradientReducer:
 
     def buckets(self, tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         """Yield the places of tensors that are summed together: neighbours of one dtype."""
-        some, size = list[int](), 0
-        for i, tensor in enumerate(tensors):
-            if some and (size + tensor.nbytes > self.bucket_bytes or tensor.dtype != tensors[some[-1]].dtype):
-                yield some
-                some, size = [], 0
-            some.append(i)
-            size += tensor.nbytes
-        if some:
-            yield some
+        for _, alike in groupby(range(len(tensors)), lambda i: tensors[i].dtype):
+            yield from portions(alike, lambda i: tensors[i].nbytes, self.bucket_bytes)
 
     def prepare(self) -> None:
         """Prepare for the optimizer's step."""

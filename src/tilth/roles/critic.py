@@ -12,7 +12,7 @@ from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.checksum import checksum
 from tilth.core.errors import ModelError
-from tilth.models.value import HEAD, OUTPUT, ValueModel
+from tilth.models.converters import HEAD, OUTPUT, ValueModel
 from tilth.plan.batch import MicroBatchPlan
 from tilth.plan.lora import is_adapter
 from tilth.rl.aggregation import Aggregation

@@ -42,10 +42,13 @@ from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, cor
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.optim import Average, BatchScale, Optimizers, layer_norms, lr_factor, matrices_of
 from tilth.training.packed import (
+    PLACES,
+    ROUTING,
     MicroBatch,
     Scored,
     Scorer,
     WorkAmounts,
+    check_units,
     cut,
     limits_of,
     model_input,
@@ -53,7 +56,6 @@ from tilth.training.packed import (
     run_forward,
     score,
 )
-from tilth.training.units import PLACES, ROUTING, check_units
 
 Metrics = dict[str, Metric]
 Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
