@@ -14,8 +14,8 @@ from driver import benchmark_parser, write_rows
 from tilth.config.schema import ModelConfig
 from tilth.models.family import new_config
 from tilth.plan.devices import DEVICES, DeviceType
+from tilth.plan.search import AxisTime, StageTime, bubble_share, stage
 from tilth.plan.shape import attended, matrices, parameters, token_flops
-from tilth.plan.step_time import AxisTime, StageTime, bubble_share, stage
 
 SEQUENCE, VOCABULARY, TP, PP, CHUNKS = 2048, 64_000, 8, 8, 6
 WINDOW = 512

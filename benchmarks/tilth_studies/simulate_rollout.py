@@ -20,8 +20,8 @@ from tilth.launch.planning import chosen_device, described
 from tilth.plan.devices import DeviceType
 from tilth.plan.layout import place
 from tilth.plan.repack import ReplicaLimits
+from tilth.plan.search import KERNELS, optimizer_seconds
 from tilth.plan.shape import DecoderShape, kv_bytes, parameters, token_flops
-from tilth.plan.step_time import KERNELS, optimizer_seconds
 from tilth.plan.working import element_of
 from tilth.runs.trust import load_named
 from tilth_studies.asynchrony import AsyncOutcome, RolloutCosts, RolloutJob, modes, simulate

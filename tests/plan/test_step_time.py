@@ -9,8 +9,7 @@ from tests.models import tiny
 from tests.scripts import script
 from tilth.plan.devices import DEVICES
 from tilth.plan.pipeline import passes, scoring
-from tilth.plan.shape import kv_bytes, parameters
-from tilth.plan.step_time import (
+from tilth.plan.search import (
     AxisTime,
     Decoding,
     bubble_share,
@@ -20,6 +19,7 @@ from tilth.plan.step_time import (
     stage,
     uneven,
 )
+from tilth.plan.shape import kv_bytes, parameters
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])

@@ -14,8 +14,7 @@ from tilth.core.errors import PlanError
 from tilth.core.layout import Mesh
 from tilth.models.family import new_config
 from tilth.plan.devices import DEVICES
-from tilth.plan.search import STAGES, SearchInput, find_mapping, policy_options
-from tilth.plan.uneven import StepCosts, StepShare
+from tilth.plan.search import STAGES, SearchInput, StepCosts, StepShare, find_mapping, policy_options
 
 MODEL = {"family": "llama", "hidden": 512, "layers": 4, "heads": 8, "context": 8192}
 

@@ -19,9 +19,8 @@ from tilth.plan.batch import RankLoad, RowCosts
 from tilth.plan.costs import Costs, load_costs
 from tilth.plan.mapping import Option
 from tilth.plan.schedule import Balance
-from tilth.plan.search import STAGES, SearchInput, policy_options
+from tilth.plan.search import STAGES, SearchInput, StepCosts, policy_options
 from tilth.plan.shape import token_flops
-from tilth.plan.uneven import StepCosts
 
 BEST = 4
 """Other layouts that are shown, the fastest ones."""

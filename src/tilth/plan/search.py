@@ -6,7 +6,7 @@ that whatever is found can run. Axes that divide neither rows nor layers stay wi
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import product
@@ -21,29 +21,210 @@ from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
 from tilth.core.errors import PlanError, ScheduleError
 from tilth.core.layout import Mesh
-from tilth.plan.batch import RowCosts
+from tilth.plan.batch import MicroBatchLimits, PlannedMicroBatch, RankLoad, RowCosts, RowTable, plan_batch, token_costs
 from tilth.plan.costs import Costs
 from tilth.plan.devices import DeviceType
 from tilth.plan.layout import Placed, check_shape, cut, replica_counts, shapes_of
 from tilth.plan.mapping import MappingProblem, Option, Options, RoleMapping, search
 from tilth.plan.memory import BASE, CUDA, DRAFTER, TOKEN, Need, alternating
-from tilth.plan.pipeline import chunks_of
-from tilth.plan.schedule import ranks_held
-from tilth.plan.shape import DecoderShape, parameters, token_flops
-from tilth.plan.step_time import (
-    AxisTime,
-    Decoding,
-    StageTime,
-    bubble_share,
-    decode_seconds,
-    optimizer_seconds,
-    pass_seconds,
-    stage,
-    uneven,
-)
+from tilth.plan.pipeline import chunks_of, layer_costs, stages_of
+from tilth.plan.schedule import Balance, ranks_held
+from tilth.plan.shape import DecoderShape, kv_bytes, parameters, token_flops
 from tilth.plan.traffic import GroupTraffic, inside, work
-from tilth.plan.uneven import StepCosts, StepShare
 from tilth.plan.working import ShardFactors, element_of, total
+
+# ---- work of ranks in steps whose sequences have unequal lengths ----
+
+STEPS = 4
+"""Steps that are planned to see how uneven ranks are."""
+
+
+class StepCosts(NamedTuple):
+    """Predicted cost of sequences, and by what rows are balanced."""
+
+    rows: RowCosts
+    balance: Balance
+    micro_tokens: int
+    ring: float = 0.0
+    """Cost of a token's way around ranks that divide its sequence (``Costs.ring``)."""
+
+    def loads(self, lengths: np.ndarray, mesh: Mesh) -> list[RankLoad]:
+        """Plan a step; the work of each rank that divides rows, in predicted costs. PlanError: a row that is too long.
+
+        lengths: int64 [n]."""
+        table, by_cost = RowTable(lengths, *np.zeros((2, len(lengths)), np.int64)), self.balance == "cost"
+        how: dict[str, Any] = {"balance": self.balance, "units": mesh.units, "stages": mesh.count("layers")}
+        how |= {"costs": self.rows, "ring": self.ring} if by_cost else {"costs": token_costs}
+        plan = plan_batch(table, None, mesh.count("rows"), MicroBatchLimits(self.micro_tokens), **how)
+        found = []
+        for rows, part in zip(plan.rows, plan.ranks):
+            load = RankLoad.of(part.learn, table.take(rows))
+            found.append(load._replace(cost=np.array([self._cost(micro, lengths[rows]) for micro in part.learn])))
+        return found
+
+    def _cost(self, micro: PlannedMicroBatch, lengths: np.ndarray) -> float:
+        """Return the predicted cost of one rank in a micro-batch of its rows, which have these lengths."""
+        own = micro.lengths if micro.several else lengths[micro.rows]
+        computed = float(self.rows(own.astype(np.float64)).sum()) / max(1, len(micro.ranks))
+        return max(computed, self.ring * float(own.sum())) if micro.several else computed
+
+
+class StepShare(NamedTuple):
+    """Mean step of unequal sequences over one in which all are as long as the longest."""
+
+    busiest: float = 1.0
+    """Work of the busiest rank."""
+    tokens: float = 1.0
+    divided: float = 1.0
+    """Tokens of sequences on several ranks along "hdp"."""
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, rows: int, longest: int, mesh: Mesh, costs: StepCosts) -> "StepShare":
+        """Plan some steps of ``rows`` sequences, as long as those of a sample: int64 [n]. PlanError: one is too
+        long."""
+        steps, whole = steps_of(lengths, rows), rows * longest
+        even = -(-rows // mesh.count("rows")) * float(costs.rows(np.array([float(longest)]))[0])
+        busiest = [max(load.cost.sum() for load in costs.loads(step, mesh)) / even for step in steps]
+        divided = [step[step > costs.micro_tokens].sum() / whole for step in steps]
+        return cls(*(float(np.mean(each)) for each in (busiest, [step.sum() / whole for step in steps], divided)))
+
+
+def steps_of(lengths: np.ndarray, rows: int) -> Sequence[np.ndarray]:
+    """Return ``STEPS`` steps of ``rows`` lengths each, of a sample in the order of its data, again from its beginning
+    where it ends."""
+    return list(np.resize(lengths, (STEPS, rows)))
+
+
+# ---- seconds of passes over a model from rates of a device ----
+#
+# An estimate in the manner of HybridFlow's simulators (arXiv 2409.19256, section 6): a share of the peak that layers
+# reach, a least time of each kernel, bytes over links, bubbles of a pipeline. All sequences are as long as they can be.
+
+KERNELS = 16
+"""Kernels of one layer in the forward pass; the backward pass has twice as many."""
+
+
+class AxisTime(NamedTuple):
+    """Communication of one rank over one axis in a stage."""
+
+    axis: str
+    seconds: float
+    hidden: bool
+    """True if it proceeds beside compute."""
+
+
+class StageTime(NamedTuple):
+    """Seconds of one rank in a stage of a step."""
+
+    compute: float
+    bubble: float
+    """Idle in the pipeline while it fills and drains."""
+    exposed: tuple[tuple[str, float], ...]
+    """(axis, seconds of communication beside which nothing is computed)."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the stage."""
+        return self.compute + self.bubble + sum(seconds for _, seconds in self.exposed)
+
+
+def stage(compute: float, bubble: float, exchanges: Iterable[AxisTime]) -> StageTime:
+    """Add communication to compute; what proceeds beside it counts only as far as it takes longer."""
+    exposed, beside = dict[str, float](), 0.0
+    for axis, seconds, hidden in exchanges:
+        if hidden:
+            hid = min(seconds, compute - beside)
+            beside, seconds = beside + hid, seconds - hid
+        exposed[axis] = exposed.get(axis, 0.0) + seconds
+    return StageTime(compute, bubble, tuple(exposed.items()))
+
+
+def bubble_share(
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    schedule: str = "1f1b",
+    *,
+    again: bool = False,
+    learns: bool = True,
+) -> float:
+    """Return the idle time of a pipeline over the time of its passes; ``tilth_studies.pipeline_idle`` finds equal ones.
+
+    A backward pass counts as two forward passes, and three if it computes the forward pass again. 1F1B: (stages - 1) /
+    micro-batches, divided by the chunks of interleaving (arXiv 2104.04473), which waits for every micro-batch that its
+    last group lacks. Zero-bubble ZB-H1 (arXiv 2401.10241): passes for weights fill the bubble if there are
+    enough micro-batches. learns: False for forward passes alone.
+    """
+    m, backward = max(1, micro_batches), 2 + again
+    each, lacking = m * (1.0 + backward), -m % stages
+    if schedule == "zero-bubble" and learns:
+        return ((stages - 1) * (backward - 1) + max(0, stages - m)) / each
+    waits = 1.0 if not learns or m < stages else backward / (1 + backward)
+    return ((stages - 1) + lacking * (chunks - 1) * waits) / (m * chunks)
+
+
+def uneven(shape: DecoderShape, stages: int, schedule: str, values: bool) -> float:
+    """Return the time of the slowest stage over that of all stages' mean: the last one has the output head too."""
+    if stages == 1:
+        return 1.0
+    placed, costs = stages_of(shape, stages, schedule, value=values), layer_costs(shape, value=values)
+    each = [sum(costs[layer] for part in placed.parts(k) for layer in placed.layers[part]) for k in range(stages)]
+    return stages * max(each) / sum(each)
+
+
+UPDATED = 30
+"""Bytes that an optimizer step reads and writes for each element: gradient, two moments and weight in fp32."""
+
+
+def optimizer_seconds(device: DeviceType, elements: int) -> float:
+    """Return seconds of one optimizer step over the elements of a rank, which memory bounds."""
+    return UPDATED * elements / (device.links * device.memory_bandwidth)
+
+
+def pass_seconds(device: DeviceType, rate: float, flops: float, layer_passes: float) -> float:
+    """Return seconds of ``flops`` in this many forward passes of a layer, whose kernels have a least time."""
+    return max(flops / rate, layer_passes * KERNELS * device.launch)
+
+
+class Decoding(NamedTuple):
+    """Load of one engine in a step."""
+
+    rows: int
+    """Sequences."""
+    prompts: int
+    """Different prompts."""
+    together: int
+    """Most sequences that decode at once."""
+    prompt: int
+    new: int
+    """Tokens of a prompt and of a completion."""
+
+
+def decode_seconds(
+    device: DeviceType, rate: float, shape: DecoderShape, load: Decoding, element: int, ranks: int, link: float
+) -> tuple[float, float]:
+    """Return seconds of generation on an engine whose model ``ranks`` ranks divide, and those of them on links.
+
+    A decode step reads all weights and the keys and values of its sequences, or computes, whichever takes longer.
+    link: bytes/s between the ranks.
+    """
+    if not load.rows:
+        return 0.0, 0.0
+    size = parameters(shape)
+    batch = min(load.rows, load.together)
+    waves, seen = -(-load.rows // batch), load.prompt + load.new / 2
+    read = (size * element + batch * seen * kv_bytes(shape, element)) / ranks
+    compute = 2.0 * size * batch / ranks / rate
+    least = shape.num_layers * KERNELS * device.launch
+    one = max(read / (device.links * device.memory_bandwidth), compute, least)
+    prefill = pass_seconds(device, rate, 2.0 * size * load.prompts * load.prompt / ranks, shape.num_layers)
+    sums, moved = 2 * shape.num_layers, 2 * (ranks - 1) / ranks * shape.hidden_size * element
+    steps, tokens = waves * load.new, load.rows * load.new + load.prompts * load.prompt
+    talk = (steps * sums * device.hop * (ranks - 1) + tokens * sums * moved / link) if ranks > 1 else 0.0
+    return steps * one + prefill + talk, talk
+
+
+# ---- the search ----
 
 STAGES = ("generate", "prepare", "train", "sync")
 """Stages of a step: decoding; scoring; updates; weight sync."""
