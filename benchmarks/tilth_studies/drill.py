@@ -18,8 +18,8 @@ import psutil
 
 from tilth.cli.main import GuardInjectCommand
 from tilth.cluster.backends.control import ask
+from tilth.cluster.backends.probe import SLOT
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.status import SLOT
 from tilth.core.errors import DataError, WorkerLost
 from tilth.runs.readers import read_state, supervised
 from tilth.trace.ops import kind as kind_of

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from tests.errors import raises
 from tests.flows import tiny
 from tilth.cli.main import app
+from tilth.cluster.backends.probe import StatusBoard
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import FolderStore
 from tilth.core.errors import DataError, WorkerLost
 from tilth.flows.callbacks import Callback

@@ -22,9 +22,8 @@ import psutil
 
 from tilth.cluster.backends.base import Probe
 from tilth.cluster.backends.local import LocalBackend
-from tilth.cluster.backends.probe import GONE
+from tilth.cluster.backends.probe import GONE, StatusBoard
 from tilth.cluster.backends.session_dir import SHARED_MEMORY, SessionDir
-from tilth.cluster.backends.status import StatusBoard
 from tilth.core.clock import periodically
 from tilth.core.memory import host_memory
 from tilth.guard.diagnosis import place

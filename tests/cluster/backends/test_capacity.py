@@ -11,9 +11,9 @@ import pytest
 from tests.errors import raises
 from tilth.cluster.backends import capacity, local
 from tilth.cluster.backends.capacity import MORE_ROOM, PER_CORE, WORKER, check_room, most_workers
+from tilth.cluster.backends.probe import StatusBoard
 from tilth.cluster.backends.ray_connect import connect
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import RecipeError, StorageError, WorkerLost
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.errors import raises
-from tilth.cluster.backends.status import LONGEST, StatusBoard
+from tilth.cluster.backends.probe import LONGEST, StatusBoard
 from tilth.cluster.backends.store import FolderStore, _no_room
 from tilth.core.batch import Handle, Jagged
 from tilth.core.errors import ReplicaMismatch, StorageError

@@ -35,8 +35,8 @@ from tests.ui.test_report import ATTACK, Page
 from tests.ui.web import runs as made
 from tests.ui.web.runs import client_of, folder_of_runs
 from tilth.cli.main import app
+from tilth.cluster.backends.probe import StatusBoard
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.status import StatusBoard
 from tilth.core.errors import DataError
 from tilth.process.access import AddressError
 from tilth.runs.directory import RunDir

@@ -19,9 +19,8 @@ from typing import Any
 import psutil
 
 from tilth.cluster.backends import control
-from tilth.cluster.backends.probe import show_stacks
+from tilth.cluster.backends.probe import StatusBoard, show_stacks
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor
