@@ -54,7 +54,9 @@ class Paced(Engine):
         for r in requests:
             self._flying[r.id] = SequenceState.start(replace(r, params=_cut(r.id, r.params)))
 
-    def resume(self, trajectory: Trajectory, params: SamplingParams, adapter: str = "") -> None:
+    def resume(
+        self, trajectory: Trajectory, params: SamplingParams, adapter: str = "", kv: SequenceKV | None = None
+    ) -> None:
         self._flying[trajectory.id] = SequenceState.resume(trajectory, _cut(trajectory.id, params))
 
     def abort(self, trajectory: int) -> Trajectory:
