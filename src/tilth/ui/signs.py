@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 SIGNS = ("run.json", "metrics.jsonl")
 """Files of a run that say when it last wrote its state or a step."""
-LATE = 2.0
-"""Seconds without a sign of life that are worth a colour."""
-LIVING = ("running", "sleeping", "disk-sleep", "idle")
-"""States of a process that need no word."""
+LATE = 2.0  # seconds without a sign of life that are worth a colour
+LIVING = ("running", "sleeping", "disk-sleep", "idle")  # states of a process that need no word
 
 
 def age_of(run: Path, files: Sequence[FileState], state: Mapping[str, Any], kept: "KeptFiles | None" = None) -> float:

@@ -147,7 +147,7 @@ class GuardedPages:
             await send(message)
 
     def _refused(self, scope: Scope, headers: dict[str, bytes]) -> Refusal | None:
-        if scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] != "GET":
             return Refusal(405, "the page only reads: use GET")
         origin, host = headers.get("origin", b"").decode("latin-1"), headers.get("host", b"").decode("latin-1")
         if self._visit.token and origin and origin.partition("://")[2] != host:
@@ -166,11 +166,7 @@ def _from_elsewhere(headers: dict[str, bytes]) -> bool:
 
 
 class RunRoute(APIRoute):
-    """Route of GET and HEAD whose answer about a run with contents that cannot be read is the error that names the
-    run."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options | {"methods": ["HEAD", *(options.get("methods") or ["GET"])]})
+    """Route whose answer about a run with contents that cannot be read is the error that names the run."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of a request."""
@@ -258,12 +254,10 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
         return shown("runs.html", q=q, state=state, tag=tag, **rows.page(q, state, tag, page))
 
     @app.get("/events")
-    async def events(request: Request, run: Text = "") -> Response:
+    async def events(run: Text = "") -> Response:
         if run:
             await asyncio.to_thread(runs.get, run)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        if request.method == "HEAD":
-            return Response(headers=headers, media_type="text/event-stream")
         return StreamingResponse(news.of(run), headers=headers, media_type="text/event-stream")
 
     @app.get("/curves.json")
@@ -351,8 +345,6 @@ def _serve_beside_pages(app: FastAPI, assets: Assets, visit: OneVisit) -> None:
     def enter(request: Request, key: Text = "") -> Response:
         if not visit.token:
             raise HTTPException(404)
-        if request.method == "HEAD":  # as a preview of a link asks
-            raise HTTPException(405)
         return visit.enter(key, request.scope.get("server"))
 
     @app.get("/static/{name}")

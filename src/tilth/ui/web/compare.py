@@ -191,13 +191,9 @@ def student(degrees: int) -> float:
     errs by less than 0.001."""
     if degrees <= len(QUANTILES):
         return QUANTILES[degrees - 1]
-    z, n = NormalDist().inv_cdf(0.975), degrees
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
+    z = NormalDist().inv_cdf(0.975)
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
 def overlaid(runs: Sequence[FollowedRun], words: str) -> list[Chart]:

@@ -70,11 +70,6 @@ class Wanted:
         asked |= {"finish": bool(self.finish), "prompt": self.prompt is not None}
         return {"step", "id", self.sort, *(name for name, needed in asked.items() if needed)}
 
-    @property
-    def any_in_steps(self) -> bool:
-        """Return True if all rows of the steps match, but for the text."""
-        return (self.reward, self.length, self.finish, self.prompt) == ((None, None), (None, None), "", None)
-
     def filter(self) -> pc.Expression:
         """Return the condition of a row, besides its text."""
         found = pc.field("step") >= self.steps[0]
@@ -179,8 +174,7 @@ def _match(path: Path, wanted: Wanted, chosen: pc.Expression, most: int) -> Matc
         rows = file.rows_of(groups)
         table = file.columns(groups, wanted.columns).append_column("place", pa.array(rows))
         table = table if len(places) == len(rows) else table.take(pa.array(np.searchsorted(rows, places)))
-        whole = wanted.any_in_steps and all(_within(file.bounds("step")[group], wanted.steps) for group in groups)
-        table = table if whole else table.filter(chosen)
+        table = table.filter(chosen)
         return Matches(len(table), _first(table.select([*{"step", "id", wanted.sort}, "place"]), wanted, most), "")
     except (pa.ArrowException, OSError) as error:
         if not path.exists():  # a resume has just dropped it
@@ -201,11 +195,9 @@ class Kept:
     def get(self, key: Any) -> Any:
         """Return a value, or None."""
         with self._lock:
-            if key not in self._values:
-                return None
-            _, nbytes, value = self._values.pop(key)
-            self._values[key] = time.monotonic(), nbytes, value
-            return value
+            if (found := self._values.pop(key, None)) is not None:
+                self._values[key] = time.monotonic(), *found[1:]
+            return found and found[2]
 
     def put(self, key: Any, value: Any, nbytes: int) -> None:
         """Keep a value, if there is room or others have not been used lately."""
@@ -267,17 +259,15 @@ class StoredFile:
         wanted, all_groups, found = [*names], len(groups) == len(self.starts) - 1, dict[str, pa.ChunkedArray]()
         for name in wanted:
             if (column := _KEPT.get((self._path, self._state, name))) is not None:
-                found[name] = column if all_groups else self._part(column, groups)
+                spans = [] if all_groups else [(self.starts[group], self.starts[group + 1]) for group in groups]
+                chunks = [chunk for begin, end in spans for chunk in column.slice(begin, end - begin).chunks]
+                found[name] = column if all_groups else pa.chunked_array(chunks, column.type)
         absent = [name for name in wanted if name not in found]
         read = self._read(groups, absent) if absent else {}
         for name, column in read.items() if all_groups else ():
             read[name] = whole = pa.chunked_array([column.combine_chunks()], column.type)
             _KEPT.put((self._path, self._state, name), whole, whole.nbytes)
         return pa.table({name: found.get(name, read.get(name)) for name in wanted})
-
-    def _part(self, column: pa.ChunkedArray, groups: Sequence[int]) -> pa.ChunkedArray:
-        spans = [(self.starts[group], self.starts[group + 1]) for group in groups]
-        return pa.chunked_array([c for a, b in spans for c in column.slice(a, b - a).chunks], column.type)
 
     def _read(self, groups: Sequence[int], wanted: Sequence[str]) -> dict[str, pa.ChunkedArray]:
         there = self._schema.names
@@ -322,10 +312,6 @@ def _ends(known: pq.Statistics | None, kind: type) -> tuple[Any, Any]:
     if known is None or not known.has_min_max or not isinstance(known.min, kind):
         return None, None
     return known.min, known.max
-
-
-def _within(ends: tuple[Any, Any], steps: tuple[int, int]) -> bool:
-    return ends[0] is not None and steps[0] <= ends[0] and ends[1] <= steps[1]
 
 
 def _says(column: pa.ChunkedArray, text: str) -> np.ndarray:
