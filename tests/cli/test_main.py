@@ -47,23 +47,23 @@ def test_options_of_generate(option):
 
 
 def declarations():
-    """Each class of ``cli.main`` that declares a command, the name of its body, and the function asked before it."""
+    """Each class of ``cli.main`` that declares a command, the name of its body, and if a function is asked before."""
     for node in parse(inspect.getsource(main)).body:
         if isinstance(node, ast.ClassDef):
             (decorator,) = node.decorator_list
-            first = [getattr(main, one.value.id) for one in decorator.keywords if one.arg == "first"]
-            yield getattr(main, node.name), decorator.args[1].value, *first
+            given = dict(zip(("name", "target", "parent", "first"), decorator.args))
+            given |= {one.arg: one.value for one in decorator.keywords}
+            yield getattr(main, node.name), given["target"].value, "first" in given
 
 
 def test_the_body_of_each_command_takes_what_its_class_declares():
-    found = list(declarations())
-    assert len(found) > 30
-    for declared, target, *first in found:
+    commands = list(declarations())
+    assert len(commands) > 30
+    for declared, target, first in commands:
         package = "tilth_studies" if target.startswith("studies.") else "tilth.cli"
         body = resolve(f"{package}.{target.removeprefix('studies.')}")
-        asked = [inspect.signature(function, eval_str=True).return_annotation for function in first]
-        parameters = inspect.signature(body, eval_str=True).parameters.values()
-        assert [parameter.annotation for parameter in parameters] == [declared, *asked], target
+        asked, *found = inspect.signature(body, eval_str=True).parameters.values()
+        assert asked.annotation is declared and len(found) == first, target
 
 
 def test_no_arguments_show_help():

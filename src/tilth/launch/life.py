@@ -300,15 +300,20 @@ class LifeOfRun:
     def finish(self) -> Run:
         """Run the phases to their end, with the last checkpoint."""
         run, self._whole, self._back = self.run, self.run, False
-        _phases(run)
-        self._profiling.conclude()
-        run.saving.finish()
-        if run.saving.wanted:
-            run.secure()
-        run.directory.flush(SLOW)  # the writer may be lost with rows that are in no file yet
+        _complete(run, self._profiling)
         if self._updates is not None:
             self._updates.finish()
         return run
+
+
+def _complete(run: Run, profiling: Profiling) -> None:
+    """Run the phases to their end, and save what is not saved yet."""
+    _phases(run)
+    profiling.conclude()
+    run.saving.finish()
+    if run.saving.wanted:
+        run.secure()
+    run.directory.flush(SLOW)  # the writer may be lost with rows that are in no file yet
 
 
 def _restore(run: Run, remake: Callable[[], None], *, fallback: bool = False, again: bool = False) -> None:
