@@ -22,7 +22,8 @@ from tilth.models.decoder import Decoder
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares
 from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.tensor import TensorPlan, Vocabulary, VocabularyHead, apply_tensor
+from tilth.parallel.tensor import TensorPlan, apply_tensor
+from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
 from tilth.plan import kernels
 from tilth.training.packed import MicroBatch, appraise, model_input, score
 

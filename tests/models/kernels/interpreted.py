@@ -19,8 +19,8 @@ from tests.training.test_engine import batch
 from tilth.config.schema import OptimizerConfig
 from tilth.models import logprobs as heads
 from tilth.models.kernels import linear_cross_entropy as kernel
-from tilth.parallel import tensor as vocabulary
-from tilth.parallel.tensor import Vocabulary, VocabularyHead
+from tilth.parallel import vocabulary
+from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
 from tilth.plan import kernels as sizes
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
