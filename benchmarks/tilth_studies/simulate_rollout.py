@@ -160,7 +160,7 @@ def simulated(recipe: Recipe, device: DeviceType, gpus: int, lengths: list[int])
 def costs_of(recipe: Recipe, shape: DecoderShape, device: DeviceType, parts: int, attended: float) -> RolloutCosts:
     """Return seconds of a replica of ``parts`` devices, and of a device that trains, by published or measured rates.
 
-    attended: tokens that a token sees on average. As in ``step_time.decode_seconds``: a decode step reads weights, keys
+    attended: tokens that a token sees on average. As in ``search.decode_seconds``: a decode step reads weights, keys
     and values, or computes, or takes the least time of its kernels. Weights travel over one link of each device.
     """
     element, memory = element_of(recipe), device.links * device.memory_bandwidth * parts

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import strategies as st
 
 from tilth.checkpoint import manifest, planning
-from tilth.checkpoint import planning as balance
 from tilth.checkpoint.planning import DTYPES, Spec
 from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 
@@ -26,7 +25,7 @@ def least(nbytes):
 
     forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balance, "LEAST", nbytes)
+        patch.setattr(planning, "LEAST", nbytes)
         yield
     forget()
 

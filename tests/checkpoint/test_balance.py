@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.cases import columns_of, least, specs
-from tilth.checkpoint import planning as balance
+from tilth.checkpoint import planning
 from tilth.checkpoint.planning import (
     LEAST,
     Held,
@@ -45,7 +45,7 @@ def test_the_level_is_that_of_pouring_byte_after_byte(shares):
     counts = [len(load) for load, _ in shares]
     starts = np.cumsum(counts) - counts
     load = np.array([n for loads, _ in shares for n in loads], np.int64)
-    taken = balance._levelled(load, starts, np.array([total for _, total in shares], np.int64))
+    taken = planning._levelled(load, starts, np.array([total for _, total in shares], np.int64))
     assert (taken >= 0).all() and taken.dtype == np.int64
     for (loads, total), start in zip(shares, starts):
         mine = taken[start : start + len(loads)]
@@ -108,7 +108,7 @@ def test_the_level_is_missed_by_no_more_than_is_said(case, nbytes):
     total = sum(held.size.prod(1) * held.itemsize for held in tensors)
     with least(nbytes):
         found = deal(*case)
-        wanted = balance._levelled(load, starts, total)
+        wanted = planning._levelled(load, starts, total)
         miss = max(_miss(held) for held in tensors)
     written = dict.fromkeys(holders.tolist(), 0)
     for dealt in found:
@@ -121,9 +121,9 @@ def _miss(held):
     """How far from where it should be a cut through a box of the tensor may lie."""
     rows, columns = held.size[0].tolist()
     along_rows, along_columns = columns * held.itemsize, rows * held.itemsize
-    small = along_rows <= balance.LEAST // 2
-    unit = along_rows if small or (along_columns > balance.LEAST // 2 and rows >= columns) else along_columns
-    part = -(-balance.LEAST // unit) * unit
+    small = along_rows <= planning.LEAST // 2
+    unit = along_rows if small or (along_columns > planning.LEAST // 2 and rows >= columns) else along_columns
+    part = -(-planning.LEAST // unit) * unit
     nbytes = rows * columns * held.itemsize
     return nbytes / 2 if nbytes < 2 * part else part
 

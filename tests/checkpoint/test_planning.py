@@ -19,8 +19,6 @@ from tests.checkpoint.cases import columns_of, layouts, least, meshes, specs
 from tests.errors import raises
 from tests.examples import examples
 from tilth.checkpoint import planning
-from tilth.checkpoint import planning as balance
-from tilth.checkpoint import planning as covering
 from tilth.checkpoint.planning import (
     ALIGNMENT,
     DTYPES,
@@ -58,7 +56,7 @@ def fresh(group):
 # ---- the plan ----
 
 
-@pytest.mark.parametrize("nbytes", [balance.LEAST, 16, 1])
+@pytest.mark.parametrize("nbytes", [planning.LEAST, 16, 1])
 @quick
 @given(specs())
 def test_every_element_is_written_once_and_files_have_no_gaps(nbytes, group):
@@ -92,7 +90,7 @@ def check_files(group, plan):
     assert all(there[spec.name] >= 1 for spec in group)  # those without elements too
 
 
-@pytest.mark.parametrize("nbytes", [balance.LEAST, 1])
+@pytest.mark.parametrize("nbytes", [planning.LEAST, 1])
 @quick
 @given(specs())
 def test_the_plan_of_each_rank_is_in_the_columns_of_all(nbytes, group):
@@ -497,7 +495,7 @@ def test_a_hole_and_a_double_are_found(grid, shape, data):
     pieces = data.draw(st.permutations([p for p in pieces if p.numel]))
     i = data.draw(st.integers(0, len(pieces) - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(covering, "_SMALL_GRID", grid)
+        patch.setattr(planning, "_SMALL_GRID", grid)
         assert problem_of(shape, pieces) == ("", "")
         if len(pieces) > 1:
             key, problem = problem_of(shape, [*pieces[:i], *pieces[i + 1 :]])

@@ -270,3 +270,13 @@ def test_a_missing_name_is_answered_with_those_that_there_are(tmp_path, monkeypa
 def test_a_key_whose_values_plugins_add_says_how():
     assert "@tilth.tracker" in call("run", "addition-grpo", 'run.track=["neptune"]').stderr
     assert "@tilth" not in call("run", "addition-grpo", "optimizer.name=adma").stderr
+
+
+def test_commands_need_no_package_of_servers_but_those_that_serve():
+    code = (
+        "import importlib, pkgutil, sys, tilth.cli\n"
+        "sys.modules |= dict.fromkeys(['starlette', 'fastapi', 'uvicorn'])\n"
+        "for module in pkgutil.iter_modules(tilth.cli.__path__, 'tilth.cli.'):\n"
+        "    if module.name != 'tilth.cli.serve': importlib.import_module(module.name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -616,7 +616,9 @@ def simulate(seed: int, scratch: Path, world: World | None = None) -> World:
             TrajectoryFiles=lambda path: None,
             _add_hints=mock.MagicMock(return_value=mock.MagicMock(__exit__=lambda *error: False)),
             _announce=lambda *given: None,
-            _run=lambda parts, cluster, directory, callbacks, stop, say, snapshots, _: Job(current[-1], snapshots),
+            _run=lambda parts, cluster, directory, callbacks, stop, say, survival, _: Job(
+                current[-1], survival.snapshots
+            ),
             _restore_from_disk=restore_from_disk,
             _check_own=lambda *given: None,
             _complete=lambda job, profiling: job.go(),

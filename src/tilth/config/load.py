@@ -298,7 +298,8 @@ def digest(recipe: Recipe) -> str:
 
 def differences(before: Recipe, now: Recipe) -> dict[str, str]:
     """Return key -> "KEY was OLD and is NEW" for every key in which two recipes ask for different work."""
-    return _differences(_work(before), _work(now))
+    values = all_differences(before, now)
+    return {name: values.get(name, said) for name, said in _differences(_work(before), _work(now)).items()}
 
 
 def newer_keys(stored: str, now: Recipe) -> dict[str, Any]:

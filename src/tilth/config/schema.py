@@ -514,7 +514,7 @@ class OptimizerConfig(Section):
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="muon: learning rate of block matrices divided by lr")
     muon_momentum: float = Field(
-        0.95, ge=0, lt=1, description="muon: of its gradients; samples of earlier versions learn more with about 0.8"
+        0.95, ge=0, lt=1, description="muon: of its gradients; less of it suits samples of earlier versions"
     )
     muon_precision: Literal["fp32", "bf16"] = Field("fp32", description="muon: dtype of its orthogonalisation")
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="decay rates of both moments; lars: of its momentum")

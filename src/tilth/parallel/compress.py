@@ -201,7 +201,7 @@ def checked(name: str, value: Any, right: bool, wanted: str) -> Any:
 
 
 def compressor_of(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the ``Compressor`` of ``policy.comm.gradients``, or ``two_level.TwoLevels``. PluginError: a declared one
+    """Return the ``Compressor`` of ``policy.comm.gradients``, or ``sync.TwoLevels``. PluginError: a declared one
     fails, or does not return as many values as it was given; RecipeError: an option is wrong."""
     own = declared("compressor").get(name)
     if own is None:

@@ -157,7 +157,11 @@ class SourceLoaders:
         os.set_blocking(self._waker, False)
         self._thread = threading.Thread(target=self._run, name="source-loaders", daemon=True)
         self._thread.start()
-        self.follow(plan)
+        try:
+            self.follow(plan)
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, kind: Kind, indices: Sequence[int]) -> None:
         """Begin with samples that will be taken next, as many as may be ahead; forget those that were asked for before

@@ -9,8 +9,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tilth.serve import anthropic as anthropic_body
-from tilth.serve import responses as response_body
+from tilth.serve import anthropic, responses
 from tilth.serve.anthropic import MessageForm
 from tilth.serve.errors import HttpError, read
 from tilth.serve.forms import Form
@@ -44,12 +43,12 @@ class Dialect(NamedTuple):
 
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": Dialect(ChatBody, Form, {}),
-    "/v1/responses": Dialect(response_body.ResponsesBody, ResponseForm, response_body.FIELDS),
-    "/v1/messages": Dialect(anthropic_body.MessagesBody, MessageForm, anthropic_body.FIELDS),
+    "/v1/responses": Dialect(responses.ResponsesBody, ResponseForm, responses.FIELDS),
+    "/v1/messages": Dialect(anthropic.MessagesBody, MessageForm, anthropic.FIELDS),
 }
 """Path -> interface. A further one is a row here; every server of turns has its route."""
 COUNTS = "/v1/messages/count_tokens"
-COUNTING = DIALECTS["/v1/messages"]._replace(body=anthropic_body.CountBody)
+COUNTING = DIALECTS["/v1/messages"]._replace(body=anthropic.CountBody)
 """Path and body of a call for the number of tokens of a prompt alone."""
 
 

@@ -1,13 +1,17 @@
 """Errors of an HTTP server in OpenAI's form or Anthropic's, with the field that is at fault (``error.param``)."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.responses import JSONResponse, Response
 
 from tilth.core.errors import DataError, TilthError
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 Schema = TypeVar("Schema", bound=BaseModel)
 RETRY = {"Retry-After": "1"}
@@ -50,7 +54,7 @@ class HttpError(Exception):
         error = {"type": kind, "message": str(self), "param": self.param, "code": self.code}
         return {"type": "error", "error": error}
 
-    def renamed(self, fields: Mapping[str, str]) -> "HttpError":
+    def renamed(self, fields: Mapping[str, str]) -> HttpError:
         """Return the error with the names that fields of a chat completion have in another body."""
         old, text = self.param or "", str(self)
         if (new := fields.get(old.partition(".")[0])) is None:
@@ -60,6 +64,8 @@ class HttpError(Exception):
 
     def response(self, path: str) -> Response:
         """Return the response to a request of a path."""
+        from starlette.responses import JSONResponse  # chat streams without a server's packages
+
         headers = RETRY if self.status in (429, 503) else None
         body = self.anthropic if path.startswith("/v1/messages") else self.body
         return JSONResponse(body, self.status, headers=headers)

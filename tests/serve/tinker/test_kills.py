@@ -18,7 +18,6 @@ from tests.serve.tinker.test_api import ADAM, datum, rows, run, sampled_datum, w
 from tilth.core.errors import CheckpointError, StorageError, WorkerLost
 from tilth.serve.start import ServeOptions
 from tilth.serve.tinker import desk
-from tilth.serve.tinker import desk as runner
 from tilth.serve.tinker.folders import ABOUT, CheckpointPath, ServiceFolder, write_json
 from tilth.serve.tinker.start import TrainOptions, open_training
 from tilth.serve.tinker.worker import STATE, read_about, read_state
@@ -90,7 +89,7 @@ def undisturbed_worker(model, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["snapshot", "sample", "passes", "step", "save"])
 def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch, undisturbed, phase):
-    monkeypatch.setattr(runner, "STEPS", 2)  # one kill hits a state on disk with a log behind it, another the log alone
+    monkeypatch.setattr(desk, "STEPS", 2)  # one kill hits a state on disk with a log behind it, another the log alone
     found, striker = outcome(model, tmp_path, phase, 3)
     assert striker.struck == (1 if phase == "save" else 3)
     assert found.keys() == undisturbed.keys()
@@ -101,7 +100,7 @@ def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["fsdp=2", "tp=2"])
 def test_weights_of_two_workers_are_those_of_an_undisturbed_server_of_two(model, tmp_path, monkeypatch, layout):
-    monkeypatch.setattr(runner, "STEPS", 2)
+    monkeypatch.setattr(desk, "STEPS", 2)
     options = {"backend": "local", "layout": layout}
     calm, _ = outcome(model, tmp_path / "calm", "never", 3, **options)
     found, striker = outcome(model, tmp_path / "struck", "step", 3, **options)
@@ -212,8 +211,8 @@ def test_a_run_that_could_not_be_loaded_trains_nothing(model, tmp_path):
 @pytest.mark.slow
 def test_a_lost_request_would_change_the_weights(model, tmp_path, monkeypatch, undisturbed):
     """Without the requests behind the state on disk, a restarted server trains on from other weights."""
-    monkeypatch.setattr(runner, "REPEATED", ())
-    monkeypatch.setattr(runner, "STEPS", 100)
+    monkeypatch.setattr(desk, "REPEATED", ())
+    monkeypatch.setattr(desk, "STEPS", 100)
     striker = Striker(model, tmp_path, "save")
     try:
         path = loop(striker.server, 3, striker)
@@ -232,9 +231,9 @@ def test_a_server_that_is_asked_to_end_loses_no_request(model, tmp_path, monkeyp
             reached.set()
             while not self._closing:
                 await asyncio.sleep(0.005)
-        return await runner.ClientRunner._step(self, client, operation)
+        return await desk.ClientRunner._step(self, client, operation)
 
-    monkeypatch.setitem(runner.OPERATIONS, "optim_step", step)
+    monkeypatch.setitem(desk.OPERATIONS, "optim_step", step)
     server, found = Served(model, tmp_path, name="Org/small"), []
     for ends in (False, True):
         trained = service(server).create_lora_training_client("Org/small", rank=4, seed=3).result()

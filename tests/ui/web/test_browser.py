@@ -5,6 +5,7 @@ One browser and one server have all of them; a test waits for what it is to see,
 
 import os
 import shutil
+import subprocess
 import time
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -17,7 +18,14 @@ from tests.ui.web import runs as made
 from tests.ui.web.runs import folder_of_runs
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def starts(path):
+    """True if a browser is there with all its libraries."""
+    return path is not None and subprocess.run([path, "--version"], capture_output=True).returncode == 0
+
+
+CHROMIUM = next(filter(starts, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENT = 60
 """Seconds, on a quiet machine, until what a test waits for is late."""
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
@@ -87,7 +95,7 @@ def until(page, expression, seconds=PATIENT):
 
 DRAWN = "figure.plotted[data-drawn] .main-svg"
 STREAMS = "stream && stream.readyState === EventSource.OPEN"
-FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+FRAMES = "new Promise(done => {requestAnimationFrame(() => requestAnimationFrame(done)); setTimeout(done, 60000)})"
 SLOW = pytest.mark.slow
 RUN = "runs/sums-a-001"
 """Its page is drawn where the keyboard is tried: that of a chart takes seconds of processor time to begin."""

@@ -176,6 +176,7 @@ def test_groups_of_rows_are_left_out_by_what_their_statistics_say(tmp_path, monk
 
 def test_a_value_that_cannot_be_kept_drops_none_that_are(monkeypatch):
     monkeypatch.setattr(searching, "KEPT", 100)
+    monkeypatch.setattr(searching, "ENTRY", 0)
     monkeypatch.setattr(searching, "RESTS", -1.0)  # all rest at once
     kept = searching.Kept()
     for _ in range(2):
@@ -188,6 +189,15 @@ def test_a_value_that_cannot_be_kept_drops_none_that_are(monkeypatch):
     kept.put("d", "newer", 30)
     kept.put("e", "small", 20)
     assert kept.get("c") == "other" and kept.get("d") is None and kept.get("e") == "small"
+
+
+def test_values_without_a_byte_are_no_more_than_their_entries_allow(monkeypatch):
+    monkeypatch.setattr(searching, "KEPT", 10 * searching.ENTRY)
+    monkeypatch.setattr(searching, "RESTS", -1.0)
+    kept = searching.Kept()
+    for i in range(30):
+        kept.put(i, b"", 0)
+    assert [i for i in range(30) if kept.get(i) is not None] == [*range(20, 30)]
 
 
 def test_of_many_files_what_was_read_once_is_not_read_again(tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ SECONDS = 5.0
 """Seconds after which a search reads no further file."""
 READERS = 4
 """Most files that a search reads at the same time, each on a core."""
-KEPT, RESTS = 96 << 20, 30.0
-"""See ``Kept``."""
+KEPT, ENTRY, RESTS = 96 << 20, 1 << 10, 30.0
+"""See ``Kept``; an entry takes about ``ENTRY`` bytes beside what it holds."""
 BYTES, SAMPLED = 1 << 19, 61
 """Bytes of texts that are looked through at once, of which every 61st is counted to know rare ones."""
 GROUP = 64
@@ -200,7 +200,8 @@ class Kept:
             return found and found[2]
 
     def put(self, key: Any, value: Any, nbytes: int) -> None:
-        """Keep a value, if there is room or others have not been used lately."""
+        """Keep a value, if there is room or others have not been used lately. nbytes: of it and of its key's parts."""
+        nbytes += ENTRY
         if nbytes > KEPT:
             return
         with self._lock:
@@ -303,7 +304,7 @@ def _saying(path: Path, state: FileState, groups: tuple[int, ...], text: str) ->
     if (found := _KEPT.get(key)) is None:
         texts = _stored(path, state).columns(groups, _TEXTS)
         found = np.packbits(np.logical_or(*(_says(texts[name], text) for name in _TEXTS)))
-        _KEPT.put(key, found, found.nbytes)
+        _KEPT.put(key, found, found.nbytes + 4 * len(text) + 8 * len(groups))
     return found  # type: ignore[no-any-return]
 
 
