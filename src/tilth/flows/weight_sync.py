@@ -147,7 +147,7 @@ class Publisher:
                 try:
                     resolved(pull)
                 except WorkerLost as error:
-                    if not set(error.ranks).issubset(self.apart):
+                    if not error.ranks or not set(error.ranks).issubset(self.apart):
                         raise
             self._lease.release()
             self._pulls, self._lease = [], None
