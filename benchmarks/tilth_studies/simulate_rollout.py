@@ -19,6 +19,7 @@ from tilth.data.trajectories import read_trajectories
 from tilth.launch.planning import chosen_device, described
 from tilth.plan.devices import DeviceType
 from tilth.plan.layout import place
+from tilth.plan.memory import kv_tokens
 from tilth.plan.repack import ReplicaLimits
 from tilth.plan.search import KERNELS, optimizer_seconds
 from tilth.plan.shape import DecoderShape, kv_bytes, parameters, token_flops
@@ -125,7 +126,7 @@ def simulated(recipe: Recipe, device: DeviceType, gpus: int, lengths: list[int])
     r, draw = recipe.rollout, np.random.default_rng(recipe.seed)
     drawn = draw.choice(lengths, size=2 * UPDATES * r.prompts * r.group).tolist()
     prompt = max(1, longest - r.max_tokens)
-    limits = ReplicaLimits(r.kv_tokens or r.max_rows * recipe.model.context, min(r.max_rows, r.step_tokens))
+    limits = ReplicaLimits(kv_tokens(recipe), min(r.max_rows, r.step_tokens))
     attended = prompt + sum(drawn) / len(drawn) / 2
     job = RolloutJob(
         costs=costs_of(recipe, shape, device, parts, attended),

@@ -16,12 +16,15 @@ from tilth.config.load import from_dict
 from tilth.config.parts import LayoutConfig
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
+from tilth.data.tokenizer import Tokenizer
+from tilth.engines import engine as engine_module
 from tilth.launch import workers
 from tilth.models import parity
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
+from tilth.plan.memory import kv_tokens
 from tilth.plan.shape import sequence_flops
 
 CONFIG = DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2)
@@ -130,3 +133,14 @@ def test_every_role_refuses_parity_that_this_machine_cannot_keep(monkeypatch, ro
     more = {"reward_model": (), "reference": (CONFIG, None)}.get(role, (CONFIG,))
     with raises(RecipeError, "train.parity"):
         getattr(workers, role)(Context(role, MESH, 1, 1, InlineStore(), 0), recipe, *more)
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "slots"])
+def test_an_automatic_cache_holds_max_rows_whole_sequences(monkeypatch, paged):
+    monkeypatch.setattr(engine_module, "pages_serve", lambda *_: paged)
+    section = {"model": {"context": 300}, "rollout": {"max_tokens": 100, "max_rows": 64}}
+    recipe, tokenizer = from_dict(section | {"train": {"device": "cpu"}}), Tokenizer.characters("abcdefg")
+    blocks = workers.rollout(context(0), recipe, CONFIG, tokenizer).engine._blocks
+    assert blocks.num_blocks == 64 * blocks.blocks_for(300)
+    device = {"device": "cuda", "precision": "bf16"} if paged else {"device": "cpu"}
+    assert kv_tokens(from_dict(section | {"train": device})) == blocks.num_blocks * (256 if paged else 16)

@@ -29,6 +29,7 @@ from tilth.flows.replicas import Flight, Replicas
 from tilth.flows.reward_shaping import Keep
 from tilth.flows.sampler import Sampler, StepSamples
 from tilth.flows.weight_sync import Publisher
+from tilth.plan.memory import kv_tokens
 from tilth.plan.repack import ReplicaLimits
 from tilth.roles.relay import Publication
 from tilth.roles.rollout import Ended, ask
@@ -261,7 +262,7 @@ class AsyncSampler(Sampler):
             most = max(1, self._rewards_of_call(self.recipe.rollout.prompts * self._group) // 2)
             scorers = self._scorers(rollout, self.roles.reward, most)
             r, threaded = self.recipe.rollout, self.recipe.cluster.backend != "inline"
-            holds = ReplicaLimits(r.kv_tokens or r.max_rows * self.recipe.model.context, r.max_rows)
+            holds = ReplicaLimits(kv_tokens(self.recipe), r.max_rows)
             self.replicas = Replicas(
                 rollout,
                 self.store,

@@ -148,10 +148,7 @@ def _reference(
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
     """Make this worker's engine, or its part of one; weight sync brings its weights."""
     r = recipe.rollout
-    more: dict[str, Any] = {
-        "kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context,
-        "max_length": recipe.model.context,
-    }
+    more: dict[str, Any] = {"kv_tokens": r.kv_tokens, "max_length": recipe.model.context}
     more |= {"compile": r.compile, "parity": recipe.train.parity}
     if config.num_experts and recipe.train.routing != "own" and recipe.flow_spec.samples:
         more["routing"] = True

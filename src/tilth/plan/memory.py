@@ -8,7 +8,7 @@ from tilth.config.axes import MODEL, over
 from tilth.config.checks import pool_of
 from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.schema import Recipe
-from tilth.plan.kernels import BLOCK, round_up
+from tilth.plan.kernels import BLOCK, PAGE, round_up
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
 from tilth.plan.working import (
@@ -245,7 +245,7 @@ def judge_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     positions = getattr(cut.shape, "max_positions", recipe.model.context)
     r, most = recipe.rollout, min(positions, 2 * longest + recipe.judge.max_tokens)
     rows = -(-r.prompts * r.group // cut.ranks)
-    capacity = r.max_rows * round_up(positions, BLOCK)
+    capacity = r.max_rows * round_up(positions, _block(recipe))
     asked = _asked(recipe, rows, 1, most, recipe.judge.max_tokens, positions, capacity)
     return _engine_need(recipe, cut, recipe.judge.layout.tp, asked, ("judge's weights", "judge's KV cache"))
 
@@ -276,8 +276,13 @@ def _engine_need(
 
 
 def kv_tokens(recipe: Recipe) -> int:
-    """Return the capacity of the KV cache in tokens."""
-    return recipe.rollout.kv_tokens or recipe.rollout.max_rows * recipe.model.context
+    """Return the capacity of the KV cache in tokens; automatic, that of the blocks of ``max_rows`` whole sequences."""
+    return recipe.rollout.kv_tokens or recipe.rollout.max_rows * round_up(recipe.model.context, _block(recipe))
+
+
+def _block(recipe: Recipe) -> int:
+    """Return the tokens of a block of an engine's KV cache: of a page where the recipe allows pages."""
+    return PAGE if on_gpu(recipe) and element_of(recipe) < FP32 else BLOCK
 
 
 def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
