@@ -70,6 +70,7 @@ def test_torch_serves_pages_on_a_gpu_in_half_precision_and_says_once_if_it_is_to
         (CONFIG, torch.bfloat16, CPU, False),
         (replace(CONFIG, head_dim=12), torch.bfloat16, CUDA, False),
         (replace(CONFIG, head_dim=512), torch.bfloat16, CUDA, False),
+        (replace(CONFIG, family="gpt_oss"), torch.bfloat16, CUDA, False),  # its attention has sinks
     ):
         assert pages_serve(config, dtype, device) == (serves and torch.__version__ >= "2.13")
     pages._device_serves.cache_clear()

@@ -16,6 +16,7 @@ from tilth.engines.request import Request, SamplingParams
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import ValueModel
 from tilth.models.decoder import Decoder
+from tilth.plan import memory
 from tilth.plan.kernels import GPU_CHUNK_ELEMENTS
 from tilth.plan.memory import judge_need, rollout_need
 from tilth.plan.shape import matrices, parameters
@@ -230,6 +231,36 @@ def test_a_cache_and_what_a_step_of_the_engine_needs(tmp_path, rows, group, prom
     held = {item.name: item.bytes for item in need.held}
     assert held["KV cache"] == pytest.approx(engine.kv_bytes, rel=0.2)
     assert 0.85 * alive <= held["KV cache"] + total(need.generation) <= 1.5 * alive
+
+
+GPU = ("train.device=cuda", "train.precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "version", "may"),
+    [
+        (GPU, {}, "2.13.0", True),
+        (GPU, {}, "2.12.1", False),
+        (GPU[:1], {}, "2.13.0", False),
+        ((*GPU, "rollout.speculate=suffix"), {}, "2.13.0", False),
+        (GPU, {"head_dim": 12}, "2.13.0", False),
+        (GPU, {"head_dim": 264}, "2.13.0", False),
+        (GPU, {"family": "gpt_oss"}, "2.13.0", False),
+    ],
+    ids=["pages", "torch", "fp32", "drafts", "odd", "wide", "sinks"],
+)
+def test_a_cache_on_a_gpu_is_the_larger_of_pages_and_slots(monkeypatch, keys, sizes, version, may):
+    """Pages are counted where the engine may have them; a judge never drafts."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    recipe = load_recipe("chain-fapo", ["judge.path=x", *keys])
+    cut = whole(shape(64, **sizes))
+    slots, pages = [], []
+    for found, size in ((slots, 0), (pages, 1 << 60)):
+        monkeypatch.setattr(memory, "paged_cache", lambda *_, size=size: (size, 0))
+        for name, need in (("", rollout_need(recipe, cut, 48)), ("judge's ", judge_need(recipe, cut, 48))):
+            found.append({item.name: item.bytes for item in need.held}[f"{name}KV cache"])
+    assert min(slots) > 0
+    assert [size == 1 << 60 for size in pages] == [may, may or "rollout.speculate=suffix" in keys]
 
 
 def test_a_judge_counts(tmp_path):

@@ -109,7 +109,6 @@ class Engine(GenerationEngine):
         self._draft, self._drafter, self._branches = options.draft, options.drafter, options.branches
         self._parity, self._routing = parity, options.routing and bool(config.num_experts)
         plain = not (parity or self._routing or options.draft)
-        plain = plain and not any(name.endswith(".sinks") for name, _ in self.model.named_parameters())
         self._paged = plain and pages_serve(config, dtype, self.device)
         self._block_size = PAGE if self._paged else options.block_size
         kind = self._held, dtype, self.device

@@ -17,27 +17,23 @@ from torch import Tensor
 from tilth.core.device import CAPABILITY, to_device
 from tilth.models.attention import paged_attention
 from tilth.models.config import DecoderConfig
-from tilth.plan.kernels import PAGE, ROWS, grown
-
-_TORCH, _WIDEST = "2.13", 256
-"""First version whose own kernel reads pages, and the widest head of this kernel; all are multiples of 8."""
+from tilth.plan.kernels import PAGE, PAGED_TORCH, ROWS, grown
+from tilth.plan.shape import pages_fit, torch_has_pages
 
 
 def pages_serve(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if torch attends over pages for a model on a device. An older torch says so once on stderr."""
-    _, *widths = config.cached(latent=False)
-    fits = widths[0] == widths[1] <= _WIDEST and not widths[0] % 8 and not config.latents
-    return fits and dtype in (torch.bfloat16, torch.float16) and _device_serves(device)
+    return pages_fit(config) and dtype in (torch.bfloat16, torch.float16) and _device_serves(device)
 
 
 @functools.cache
 def _device_serves(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] < CAPABILITY:
         return False
-    found = bool(torch.__version__ >= _TORCH)
+    found = torch_has_pages()
     if not found:
         message = f"torch {torch.__version__} has no attention over pages of a KV cache"
-        print(f"tilth: {message}, {_TORCH} has: each row gets all slots of its length", file=sys.stderr)
+        print(f"tilth: {message}, {PAGED_TORCH} has: each row gets all slots of its length", file=sys.stderr)
     return found
 
 

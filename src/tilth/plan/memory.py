@@ -10,7 +10,7 @@ from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.schema import Recipe
 from tilth.plan.kernels import BLOCK, PAGE, round_up
 from tilth.plan.rules import rule_of
-from tilth.plan.shape import parameter_shapes
+from tilth.plan.shape import pages_fit, parameter_shapes, torch_has_pages
 from tilth.plan.working import (
     FP32,
     EngineDemand,
@@ -174,8 +174,9 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
         cut = cut._replace(elements=cut.elements - _shared(cut, recipe.policy.layout.tp // r.layout.tp))
     names = "engine's copy of the weights", "KV cache"
     records = recipe.train.routing != "own" and recipe.flow_spec.samples
+    how = {"drafts": r.speculate != "off", "routing": records}
     needs = [
-        _beside_drafts(recipe, cut, asked, _engine_need(recipe, cut, r.layout.tp, asked, names, routing=records))
+        _beside_drafts(recipe, cut, asked, _engine_need(recipe, cut, r.layout.tp, asked, names, **how))
         for asked in most
     ]
     need = max(needs, key=lambda need: total((*need.held, *need.generation)))
@@ -256,17 +257,23 @@ def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, contex
 
 
 def _engine_need(
-    recipe: Recipe, cut: ShardFactors, tp: int, asked: EngineDemand, names: tuple[str, str], *, routing: bool = False
+    recipe: Recipe,
+    cut: ShardFactors,
+    tp: int,
+    asked: EngineDemand,
+    names: tuple[str, str],
+    *,
+    drafts: bool = False,
+    routing: bool = False,
 ) -> Need:
-    """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache. routing: it keeps the
-    experts of each token."""
+    """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache. drafts: it speculates;
+    routing: it keeps the experts of each token. On a GPU its cache is the larger of pages and slots."""
     element, (weights, cache) = element_of(recipe), names
-    kept = routing and cut.shape.num_experts > 0
-    if on_gpu(recipe) and element < FP32 and recipe.rollout.speculate == "off" and not (kept or cut.shape.latents):
-        held, besides = paged_cache(cut.shape, asked, element)
-    else:
-        sizes = {"fixed": on_gpu(recipe), "routing": routing, "latent": not recipe.train.parity}
-        held, besides = kv_cache(cut.shape, asked, element, **sizes)
+    sizes = {"fixed": on_gpu(recipe), "routing": routing, "latent": not recipe.train.parity}
+    held, besides = kv_cache(cut.shape, asked, element, **sizes)
+    plain = not drafts and not (routing and cut.shape.num_experts)
+    if plain and _block(recipe) == PAGE and pages_fit(cut.shape) and torch_has_pages():  # which GPU it is, nobody knows
+        held, besides = max((held, besides), paged_cache(cut.shape, asked, element), key=sum)
     working = generation(recipe, cut.shape, asked, element, vocab=cut.shape.vocab_size * tp)
     grows = Item("cache while it grows", besides)
     return Need(

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tilth.plan.kernels import PAGED_TORCH, PAGED_WIDTH
 from tilth.plan.rules import ENCODERS, VALUE_HEAD, Parameter, Table
 
 
@@ -202,6 +203,20 @@ def kv_bytes(shape: DecoderShape, element: int, latent: bool = True) -> int:
     """Return bytes of one token in a KV cache, with ``element`` bytes per element. latent: of latents, where the family
     has them, as the engine holds them outside of parity mode."""
     return shape.num_layers * sum(cached_widths(shape, latent)) * element
+
+
+def pages_fit(shape: DecoderShape) -> bool:
+    """Return True if torch's kernel attends over pages of this shape's KV cache, in a torch that has it."""
+    _, keys, values = shape.cached(latent=False)
+    sinks = any(row.name.endswith(".sinks") for row, _ in _sized(shape))
+    return keys == values <= PAGED_WIDTH and not keys % 8 and not shape.latents and not sinks
+
+
+def torch_has_pages() -> bool:
+    """Return True if the installed torch has a kernel that attends over pages."""
+    import torch  # where a recipe has a GPU
+
+    return bool(torch.__version__ >= PAGED_TORCH)
 
 
 class Flops(NamedTuple):
