@@ -129,7 +129,13 @@ ps -A -o args= | grep -E "raylet|gcs_server" | grep -v grep > "$LEFT" || true
 """
 SSH = """#!/bin/bash
 shift
-case "$1" in *"tilth run"*) .venv/bin/ray status --address=127.0.0.1:$PORT > "$STATUS";; esac
+case "$1" in *"tilth run"*)  # what Ray shows is some seconds behind what has joined
+  for second in {1..60}; do
+    .venv/bin/ray status --address=127.0.0.1:$PORT > "$STATUS"
+    [ "$(grep -c '^ 1 node_' "$STATUS")" = 2 ] && break
+    sleep 1
+  done;;
+esac
 exec bash -c "$1"
 """
 
