@@ -110,7 +110,7 @@ def _grpo(step, steps, rng):
     skill = 0.62 + 0.358 * (1 - math.exp(-3.6 * x))
     reward = min(skill - 0.13 * (1 - x) ** 2 + 0.012 * rng.normal(), 1.0)
     record = {
-        "skill": skill, "reward/mean": reward, "loss": 0.004 * rng.normal(),
+        "skill": skill, "reward/mean": reward, "samples": 512.0, "loss": 0.004 * rng.normal(),
         "entropy": 0.32 * math.exp(-2.6 * x) + 0.04 + 0.006 * rng.random(),
         "length/mean": 5.0 + 0.04 * (1 - x) * rng.random(), "length/max": 8.0 if rng.random() < 0.5 * (1 - x) else 5.0,
         "length/cut": 0.004 * (1 - x), "grad_norm": 0.25 + 0.35 * (1 - x) + 0.06 * rng.random(), "lr": 5e-4,

@@ -488,6 +488,16 @@ def test_the_worst_answers_of_the_newest_step_come_first(client, folder):
     assert f"32 samples of step {newest}" in page.words
 
 
+def test_samples_that_are_a_part_of_their_step_are_called_that(client, folder):
+    mean = format.number(read_metrics(folder / "sums-a-001")[-1]["reward/mean"])
+    for query in ("", "?reward=:0.5"):
+        words = page_of(client, f"/runs/sums-a-001/trajectories{query}").words
+        assert f"32 of the step's 512 samples were kept; its mean reward is {mean}" in words
+    words = page_of(client, "/runs/agents/trajectories").words
+    assert "4 of the step's 4 samples are on disk; its mean reward is 0.4" in words
+    assert "were kept" not in page_of(client, "/runs/sums-a-001/trajectories?steps=0:").words
+
+
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     """A run with all that a token can have."""

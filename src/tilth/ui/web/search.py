@@ -402,6 +402,13 @@ def group_of(run: Path, step: int, group: int | None, one: int | None = None) ->
     return sorted(found[:GROUP], key=lambda row: (row["reward"] is None, -(row["reward"] or 0.0), row["id"]))
 
 
+def kept_of(run: Path, step: int) -> int:
+    """Return how many samples of a step are on disk."""
+    wanted, files = Wanted((step, step)), files_of(run / TRAJECTORIES)
+    chosen = wanted.filter()
+    return sum(_match(path, wanted, chosen, 1).number for *ends, path in files if _meets(*ends, wanted.steps))
+
+
 def prompts_of(run: Path, most: int = 500) -> list[str]:
     """Return prompts of the newest file of trajectories, each once."""
     for _, _, path in files_of(run / TRAJECTORIES)[-1:]:

@@ -28,7 +28,7 @@ from tilth.ui.tokens import COLOURINGS, numbers, pieces_of
 from tilth.ui.top import KeptFiles, Look
 from tilth.ui.web.follow import FollowedRun, RunsFolder, written
 from tilth.ui.web.metric_table import MetricTable
-from tilth.ui.web.search import PAGE, Wanted, group_of, newest_step, search
+from tilth.ui.web.search import PAGE, Wanted, group_of, kept_of, newest_step, search
 
 PATIENT = 0.4
 """Seconds that the list waits for runs that have not been read yet; they are read in a thread meanwhile."""
@@ -351,11 +351,22 @@ def trajectories_page(run: FollowedRun, wanted: Wanted) -> Row:
     if wanted.page > last:
         wanted = replace(wanted, page=last)
         found = search(run.path, wanted)
+    first, end = wanted.steps
     return {
         "rows": [row | {"kind": format.verdict(row)} for row in found.rows], "total": found.total,
         "more": found.more, "notes": found.notes, "wanted": wanted, "pages": -(-found.total // PAGE),
-        "newest": newest_step(run.path),
+        "newest": newest_step(run.path), "whole": _measured_at(run, first) if first == end else {},
     }  # fmt: skip
+
+
+def _measured_at(run: FollowedRun, step: int) -> Row:
+    """Return how many samples a step had, their mean reward, and how many are on disk; {}: it was not measured."""
+    table = run.refresh()
+    rows = np.flatnonzero(table.column("step") == step)
+    record = table.record(int(rows[-1])) if len(rows) else {}
+    if "samples" not in record:
+        return {}
+    return {"samples": int(record["samples"]), "reward": record.get("reward/mean"), "kept": kept_of(run.path, step)}
 
 
 def group_page(run: FollowedRun, step: int, group: int | None, one: int | None, by: str, most: int) -> Row:
