@@ -8,7 +8,7 @@ from tilth.core.errors import DataError
 from tilth.data.cache import CacheEntry
 from tilth.plan.costs import load_costs
 from tilth.runs.model_refs import MARK, original
-from tilth.runs.readers import ettr, ettr_curve, handovers, read_metrics, read_state
+from tilth.runs.readers import ettr, ettr_curve, handovers, planned_steps, read_metrics, read_state
 from tilth.trace.clock_samples import read_rounds, rounds_path
 
 ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036854775808, 0, 0]]}']
@@ -64,6 +64,24 @@ def test_the_effective_time_counts_what_failures_cost_within_the_window():
     assert handovers({"attempts": [left, after | more]}) == [
         {"time": at(5300), "step": 9, "lost": 0.0, "seconds": 5200.0}
     ]
+
+
+@pytest.mark.parametrize(
+    ("last", "count"),
+    [
+        ({}, 330),
+        ({"step": 7}, 330),  # of an earlier version
+        ({"phase": "warmup", "step": 7, "phase_step": 7, "phase_steps": 200}, 330),
+        ({"phase": "values", "step": 95, "phase_step": 5, "phase_steps": 30}, 220),  # the warm-up took 90
+        ({"phase": "ppo", "step": 130, "phase_step": 10, "phase_steps": 100}, 220),
+        ({"phase": "ppo", "step": 220, "phase_step": 100, "phase_steps": 100}, 220),
+    ],
+)
+def test_the_last_step_of_a_run_follows_from_phases_as_they_took_and_are_planned(last, count):
+    state = {"plan": {"supervised_steps": 200, "value_steps": 30, "steps": 100}}
+    assert planned_steps(state, last) == count
+    assert planned_steps({}, {}) is None
+    assert planned_steps({}, {"phase": "sft", "step": 3, "phase_step": 3, "phase_steps": 9}) == 9
 
 
 def test_the_curve_of_effective_time_forgets_after_an_hour_what_the_whole_run_does_not():

@@ -59,6 +59,7 @@ def fake_run(root: Path, *, warmup=180, steps=400, seed=0, end="finished", missi
                     run.journal.write(step, _unrewarded(step), {step: lost})
             record.pop("skill")
             record |= {"step": step, "phase": "warmup" if warm else "grpo", "memory/peak": 742e6}
+            record |= {"phase_step": step - (not warm) * warmup, "phase_steps": 250 if warm else 400}
             clock += record["time/step"]
             run._earlier, run._began = clock, _now()
             run.commit_step(record)

@@ -47,7 +47,7 @@ def table(s: Mapping[str, Any]) -> Lines:
         *[(format.outcome(one), format.survived(one)) for one in s.get("recoveries") or []],
         *[("updated", format.updated(one)) for one in s.get("updates") or []],
         ("effective time", f"{s['ettr']:.1%} of the wall time" if s.get("recoveries") and s.get("ettr") else ""),
-        ("steps", f"{s['steps']} in {format.duration(s['seconds'])}"),
+        ("steps", f"{format.steps(s['steps'], s.get('steps_planned'))} in {format.duration(s['seconds'])}"),
         *_phases(s),
         ("reward's parts", ", ".join(f"{k} {format.number(v)}" for k, v in (s.get("parts_heldout") or {}).items())),
         ("held-out loss", _loss(s)),

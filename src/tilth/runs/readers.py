@@ -284,7 +284,7 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
     accuracy_first: held-out accuracy where the main phase began, after a warm-up; accuracy_start: before the very first
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
     neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
-    steps. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range. behind: of
+    steps. steps_planned: ``planned_steps``. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range. behind: of
     samples under ``rollout.staleness``. generation: metric -> its value, of those in ``metrics.GENERATION``: of a sum
     the sum over steps, of a max the greatest, of others the mean. sources: of ``data.mixture`` -> samples drawn.
     """
@@ -305,6 +305,7 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
         "ettr": ettr(state, survived, end),
         "updates": [_brief(one) for one in read_updates(run)],
         "steps": last.get("step", 0),
+        "steps_planned": planned_steps(state, last),
         "phase": last.get("phase"),
         "seconds": _seconds(state, last),
         "phases": phases(records),
@@ -337,6 +338,17 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
         "memory_predicted": (state.get("memory") or {}).get("predicted"),
         "memory_peak": (state.get("memory") or {}).get("peak") or last.get("memory/peak"),
     }
+
+
+def planned_steps(state: Mapping[str, Any], last: Mapping[str, Any]) -> int | None:
+    """Return the number of a run's last step, as far as it is known now; None without a plan. last: record of its newest
+    step. Phases that have ended count as many steps as they took, as a warm-up may end before its plan does."""
+    plan = state.get("plan") or {}
+    supervised, values, steps = (plan.get(name) or 0 for name in ("supervised_steps", "value_steps", "steps"))
+    if not last.get("phase_steps"):
+        return supervised + values + steps or None
+    later: int = {"warmup": values + steps, "values": steps}.get(last.get("phase", ""), 0)
+    return int(last["step"] - last["phase_step"] + last["phase_steps"] + later)
 
 
 def _all_steps(records: Sequence[Record]) -> StepRecords:

@@ -44,6 +44,11 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
+def steps(done: int, planned: int | None) -> str:
+    """``2,400 of 10,000``: the newest step and the last one of a run; the first alone where the other is unknown."""
+    return f"{done:,} of {planned:,}" if planned else f"{done:,}"
+
+
 def share(value: float | None) -> str:
     """``94.1 %``; a dash for None."""
     return "–" if value is None else f"{100 * value:.1f} %"

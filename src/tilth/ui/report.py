@@ -84,7 +84,7 @@ def page(seen: Seen) -> str:
         "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), s=seen.summary,
         warnings=seen.summary["warnings"] + findings(seen.run, seen.summary),
         missing=seen.summary["rewards_missing"], measures=format.MEASURES,
-        spent=spent_steps(seen.plan, Counter(format.phase_name(r.get("phase", "")) for r in seen.records)),
+        spent=spent_steps(seen.summary, Counter(format.phase_name(r.get("phase", "")) for r in seen.records)),
         scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
         reasons=reasons_of(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
         times=_times(seen), plan=seen.plan, planned=planned(seen.plan), memory=memory, steps=seen.summary["steps"],
@@ -111,12 +111,10 @@ def workers_of(state: Record) -> list[tuple[str, str]]:
     return [(f"rank {row['rank']}", text) for row, text in zip(rows, used)]
 
 
-def spent_steps(plan: Record, spent: Mapping[str, int]) -> str:
-    """Return the steps of each phase, or the planned number of steps."""
-    if len(spent) > 1:
-        return ", ".join(f"{count:,} {name}" for name, count in spent.items())
-    most = sum(plan.get(name, 0) for name in ("supervised_steps", "value_steps", "steps"))
-    return f"of at most {most:,}" if most else ""
+def spent_steps(summary: Record, spent: Mapping[str, int]) -> str:
+    """Return the planned number of steps, and those of each phase of several so far."""
+    planned, parts = summary["steps_planned"], [f"{count:,} {name}" for name, count in spent.items()]
+    return ": ".join([*([f"of {planned:,}"] if planned else []), *([", ".join(parts)] if len(parts) > 1 else [])])
 
 
 # ---- curves ----

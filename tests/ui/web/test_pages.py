@@ -343,6 +343,16 @@ def test_numbers_are_those_of_the_summary(client, folder):
     assert RunsFolder(folder).get("sums-a-001").summary() == s
 
 
+def test_progress_is_one_number_on_the_list_the_page_of_a_run_and_in_tilth_show(client, folder):
+    """Steps of all phases, as they took or are planned: a warm-up of 250 steps ended after 4."""
+    shown = CliRunner().invoke(app, ["show", str(folder / "sums-a-001")]).output
+    page = page_of(client, "/runs/sums-a-001")
+    (bar,) = [a for n, a in page.seen if n == "progress"]
+    assert "16 of 404" in rows_of_page(client)["sums-a-001"] and "16 of 404 in 0:0" in shown
+    assert "step 16 of 404, GRPO" in page.words and (bar["value"], bar["max"]) == ("16", "404")
+    assert "Steps 16 of 404: 4 warm-up, 12 GRPO" in page.words and not re.search("of (at most )?(400|650)", page.words)
+
+
 def random_records(chance):
     """Records of a run's steps, of which each has some of the metrics; some steps were run again by a later attempt."""
     names = {

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from tilth.core.errors import DataError, TilthError, parsing
 from tilth.data.cache import FileState
-from tilth.runs.readers import ACCURACY, REWARD, present, read_recoveries
+from tilth.runs.readers import ACCURACY, REWARD, planned_steps, present, read_recoveries
 from tilth.ui import format
 from tilth.ui.charts import CATALOGUE, DULL_AT_ZERO, MEMORY, Chart, Line, extremes, members
 from tilth.ui.html import render
@@ -136,7 +136,7 @@ def _as_then(run: Path, state: Row) -> bool:
 
 
 def _broken(name: str, error: str) -> Row:
-    named = ("recipe", "flow", "step", "metric", "value", "most", "rate", "host", "spark", "planned", "sweep")
+    named = ("recipe", "flow", "step", "metric", "value", "rate", "host", "spark", "planned", "sweep")
     row = dict.fromkeys(named)
     return {**row, "name": name, "state": "broken", "error": error, "tags": tags_of(name), "age": 0.0, "shown": "",
             "words": f"{name} {error}".lower()}  # fmt: skip
@@ -154,13 +154,12 @@ def row_of_run(run: FollowedRun) -> Row:
     if found["state"] == "unreadable":
         return _broken(name, found["error"])
     state, summary = run.state(), run.summary()
-    plan, sweep = state.get("plan") or {}, state.get("sweep") or ""
-    most = sum(plan.get(key) or 0 for key in ("supervised_steps", "value_steps", "steps"))
+    sweep = state.get("sweep") or ""
     key = next((key for key in METRICS if summary.get(key) is not None), None)
     cpu = (state.get("environment") or {}).get("cpu") or ""
     words = (name, found["recipe"], found["flow"], found["state"], state.get("host"), cpu)
     return found | {
-        "name": name, "most": most, "shown": measured(found), "sweep": sweep,
+        "name": name, "planned": summary["steps_planned"], "shown": measured(found), "sweep": sweep,
         "tags": [sweep] if sweep else tags_of(name),
         "rate": summary["tokens_per_second_generate"] or summary["tokens_per_second_train"],
         "host": state.get("host"), "spark": spark(run.table, SHAPES[key] if key else "loss"),
@@ -186,9 +185,15 @@ def spark(table: MetricTable, name: str) -> str:
 def head(name: str, look: Look) -> Markup:
     """Render the head of a run's pages: state, progress, newest numbers."""
     p, state = look.progress, look.state
-    done = p.done / p.steps if p.steps else None
+    step, planned = p.record.get("step", 0), planned_steps(look.state, p.record)
     rates = {n: p.record.get(f"tokens_per_second/{n}") for n in ("generate", "train")}
-    return render("head.html", name=name, look=look, p=p, state=state, done=done, rates=rates, running=look.running)
+    more = {
+        "step": step,
+        "planned": planned,
+        "later": step + p.steps - p.done < (planned or 0),
+        "running": look.running,
+    }
+    return render("head.html", name=name, look=look, p=p, state=state, rates=rates, **more)
 
 
 def run_page(run: FollowedRun, words: str, axis: str, smooth: int) -> Row:
@@ -213,7 +218,7 @@ def standing(run: FollowedRun) -> Row:
     return {
         "s": summary, "measures": format.MEASURES, "notes": notes, "missing": summary["rewards_missing"],
         "scored": int(sum(table.steps().values("samples"))) if "reward/missing" in table.names else None,
-        "spent": spent_steps(run.state().get("plan") or {}, table.phase_steps()),
+        "spent": spent_steps(summary, table.phase_steps()),
         "warnings": summary["warnings"] + findings(run.path, summary),
     }  # fmt: skip
 
