@@ -15,6 +15,7 @@ from tilth.ui import format
             {"step": 1200, "metric": "accuracy/heldout", "value": 0.5},
             "best at step 1,200: held-out accuracy 50.0 %",
         ),
+        ({"step": 3, "metric": "accuracy/heldout", "value": 0.0}, "best at step 3: held-out accuracy 0.0 %"),
         ({"step": 3, "metric": "reward/heldout", "value": 0.5}, "best at step 3: held-out mean reward 0.5"),
         (
             {"step": 3, "metric": "accuracy/pairs", "value": 0.5},

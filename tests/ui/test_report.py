@@ -254,7 +254,7 @@ def test_nothing_learned_is_no_success(tmp_path):
         run.commit_step({"step": 3, "phase": "grpo", "accuracy/heldout": 0.0, "reward/heldout": 0.0})
         run.update(best={"step": 3, "metric": "accuracy/heldout", "value": 0.0})
         page = write_report(run.path).read_text()
-    assert "Best accuracy" not in page and '<b class="none">0 %</b>' in page
+    assert "<span>Best accuracy</span><b>0.0 %</b>" in page and '<b class="none">0 %</b>' in page
 
 
 def test_intervals_are_around_the_curve_and_beside_the_best(tmp_path):

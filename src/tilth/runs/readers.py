@@ -284,9 +284,10 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
     accuracy_first: held-out accuracy where the main phase began, after a warm-up; accuracy_start: before the very first
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
     neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
-    steps. steps_planned: ``planned_steps``. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range. behind: of
-    samples under ``rollout.staleness``. generation: metric -> its value, of those in ``metrics.GENERATION``: of a sum
-    the sum over steps, of a max the greatest, of others the mean. sources: of ``data.mixture`` -> samples drawn.
+    steps. steps_planned: ``planned_steps``. balance_spread, balance_idle, padding: means over steps. best: step,
+    metric, value and its range. behind: of samples under ``rollout.staleness``. generation: metric -> its value, of
+    those in ``metrics.GENERATION``: of a sum the sum over steps, of a max the greatest, of others the mean. sources: of
+    ``data.mixture`` -> samples drawn.
     """
     state, survived = read_state(run), read_recoveries(run)
     steps = steps or _all_steps(read_metrics(run))
@@ -341,8 +342,8 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
 
 
 def planned_steps(state: Mapping[str, Any], last: Mapping[str, Any]) -> int | None:
-    """Return the number of a run's last step, as far as it is known now; None without a plan. last: record of its newest
-    step. Phases that have ended count as many steps as they took, as a warm-up may end before its plan does."""
+    """Return the number of a run's last step, as far as it is known now; None without a plan. last: record of its
+    newest step. Phases that have ended count the steps that they took, as a warm-up may end before its plan does."""
     plan = state.get("plan") or {}
     supervised, values, steps = (plan.get(name) or 0 for name in ("supervised_steps", "value_steps", "steps"))
     if not last.get("phase_steps"):

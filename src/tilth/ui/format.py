@@ -124,14 +124,9 @@ def size(nbytes: float | None) -> str:
     return "–" if nbytes is None else plan_size(nbytes)
 
 
-def nothing(found: Mapping[str, Any]) -> bool:
-    """True for the best evaluation of a run in which no held-out answer was worth anything."""
-    return found["metric"] != "loss/heldout" and not found["value"]
-
-
 def best(found: dict[str, Any] | None) -> str:
-    """``best at step 300: held-out accuracy 81.2 %``; empty if no evaluation chose one, or all were 0."""
-    if found is None or nothing(found):
+    """``best at step 300: held-out accuracy 81.2 %``; empty if no evaluation chose one."""
+    if found is None:
         return ""
     start, metric, value = f"best at step {found['step']:,}: ", found.get("metric"), found["value"]
     if metric == "loss/heldout":

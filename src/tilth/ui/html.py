@@ -22,7 +22,7 @@ def _environment() -> Environment:
     texts = {name: "".join(line.lstrip() for line in text_of(name).splitlines()) for name in names}
     found = Environment(loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined)
     plain = (format.part, format.share, format.number, format.timed, format.size, format.figure, format.phase_name)
-    more = (format.bounds, format.unclear, format.nothing, format.amount, format.date, format.ago)
+    more = (format.bounds, format.unclear, format.amount, format.date, format.ago)
     figures = (format.behind, format.generation, format.steps)
     found.filters |= {function.__name__: function for function in (*plain, *more, *figures)}
     found.filters |= {"g": "{:g}".format, "counted": format.count}

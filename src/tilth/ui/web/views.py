@@ -187,13 +187,8 @@ def head(name: str, look: Look) -> Markup:
     p, state = look.progress, look.state
     step, planned = p.record.get("step", 0), planned_steps(look.state, p.record)
     rates = {n: p.record.get(f"tokens_per_second/{n}") for n in ("generate", "train")}
-    more = {
-        "step": step,
-        "planned": planned,
-        "later": step + p.steps - p.done < (planned or 0),
-        "running": look.running,
-    }
-    return render("head.html", name=name, look=look, p=p, state=state, rates=rates, **more)
+    more = {"step": step, "planned": planned, "later": step + p.steps - p.done < (planned or 0)}
+    return render("head.html", name=name, look=look, p=p, state=state, rates=rates, running=look.running, **more)
 
 
 def run_page(run: FollowedRun, words: str, axis: str, smooth: int) -> Row:
