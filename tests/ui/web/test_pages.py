@@ -587,6 +587,12 @@ def test_runs_are_compared_by_keys_and_results(tmp_path):
     page = page_of(client, "/compare?run=a&run=c")
     rows = re.findall(r"<tr><td><code>([^<]*)</code></td>", client.get("/compare?run=a&run=c").text)
     assert [row for row in rows if row.endswith("lr")] and "seed" not in rows and "0.001" in page.words
+    state = json.loads((tmp_path / "c" / "run.json").read_text())
+    state["environment"] |= {"cpu": "another", "packages": {"torch": "2.12.0"}}
+    (tmp_path / "c" / "run.json").write_text(json.dumps(state))
+    _, recipe, machine = re.split("<h3>", client.get("/compare?run=a&run=c&q=loss").text.partition("Curves")[0])
+    assert "optimizer.lr" in recipe and "version of" not in recipe and "cpu" not in recipe
+    assert "version of torch" in machine and "another" in machine and "optimizer.lr" not in machine
     seeds = page_of(client, "/compare?run=a&run=b&run=c").words
     assert "Over seeds" in seeds and "Over seeds" not in page.words
     lines = client.get("/curves.json?run=a&run=b&metric=loss").json()["lines"]

@@ -26,6 +26,8 @@ PLACE = ("run.name", "run.dir", "run.sweep")
 """Keys that differ wherever runs do."""
 MACHINE = ("python", "cpu", "cores", "threads", "accelerator", "host")
 """Facts about the machine and Python."""
+VERSION = "version of "
+"""Beginning of the names of packages among ``settings_of``."""
 QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 """Of Student's t, 97.5 %, at 1 to 7 degrees of freedom."""
 DATA = "input data"
@@ -80,8 +82,8 @@ def compare_page(runs: Sequence[FollowedRun], words: str, axis: str, smooth: int
     return {
         "names": [run.path.name for run in shown], "rows": [result_of(run) for run in ordered], "words": words,
         "seeds": seeds if sweep or any(len(row["runs"]) > 1 for row in seeds) else [], "sweep": sweep,
-        "differing": differing([settings_of(run) for run in shown]), "charts": overlaid(shown, words), "axis": axis,
-        "axes": AXES, "smooth": smooth, "prompt": asked, "prompts": known[:50], "values": {}, "about": {},
+        "differing": parted(differing([settings_of(run) for run in shown])), "charts": overlaid(shown, words),
+        "axes": AXES, "axis": axis, "smooth": smooth, "prompt": asked, "prompts": known[:50], "values": {}, "about": {},
         "answers": [answers(run, asked) for run in shown] if asked else [],
     }  # fmt: skip
 
@@ -90,7 +92,7 @@ def settings_of(run: FollowedRun) -> dict[str, Any]:
     """Return the recipe by dotted keys, versions of packages, fingerprints of inputs, machine. DataError: not a run."""
     state = run.state()
     environment = state.get("environment") or {}
-    about = {f"version of {name}": v for name, v in (environment.get("packages") or {}).items()}
+    about = {f"{VERSION}{name}": v for name, v in (environment.get("packages") or {}).items()}
     about |= {name: environment.get(name) for name in MACHINE} | {"host": state.get("host")}
     about |= {f"input {name}": v for name, v in (state.get("inputs") or {}).items()}
     return run.recipe() | about
@@ -104,6 +106,14 @@ def differing(keys: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
         if len({json.dumps(one.get(name), default=str) for one in keys}) > 1:
             found.append((name, values))
     return found
+
+
+def parted(found: Sequence[tuple[str, list[str]]]) -> dict[str, list[tuple[str, list[str]]]]:
+    """Return what ``differing`` has found of recipes and data, and apart from it of machines and packages."""
+    parts = dict[str, list[tuple[str, list[str]]]](recipe=[], machine=[])
+    for name, values in found:
+        parts["machine" if name in MACHINE or name.startswith(VERSION) else "recipe"].append((name, values))
+    return {"Recipe and data": parts["recipe"], "Machine and packages": parts["machine"]}
 
 
 def _shown(value: Any) -> str:
@@ -155,7 +165,7 @@ def _but_for_seeds(keys: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what is equal in runs that differ in their seed alone. Data that a source draws by the seed differ with
     it; where one seed has several, they have been changed."""
     own, data = (*PLACE, *MACHINE, "seed", DATA), defaultdict[str, set[Any]](set)
-    same = [{k: v for k, v in one.items() if k not in own and not k.startswith("version ")} for one in keys]
+    same = [{k: v for k, v in one.items() if k not in own and not k.startswith(VERSION)} for one in keys]
     for one, mine in zip(keys, same):
         mine |= {DATA: _undrawn(one)} if DATA in one else {}
         data[_dumped([mine, one.get("seed")])].add(one.get(DATA))
