@@ -237,6 +237,12 @@ def _steps(text: str) -> range | None:
     return range(int(low), max(int(high), int(low) + 1))
 
 
+def _between(steps: str, run: FollowedRun) -> tuple[int, int]:
+    """Return the first and the last step of ``A:B``; "": the newest one that has trajectories. DataError."""
+    low, high = _range(steps, "steps") if steps else (newest_step(run.path) or 0,) * 2
+    return int(min(max(low or 0, 0), LAST - 1)), int(min(max(LAST - 1 if high is None else high, 0), LAST - 1))
+
+
 def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     """Return the application for a folder of runs, and the path of its address for one visit. DataError."""
     runs, assets, visit, replays = RunsFolder(root), Assets(), OneVisit(token), ReplayProcesses()
@@ -291,13 +297,8 @@ def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
         prompt: Maybe = None, text: Text = "", down: bool = False, page: Whole = 0,
         sort: Annotated[str, Query(pattern=f"^({'|'.join(SORTS)})$")] = "reward",
     ) -> Response:  # fmt: skip
-        run = runs.get(name)
-        newest = newest_step(run.path) or 0
-        low, high = _range(steps, "steps") if steps else (newest, newest)
-        between = int(min(max(low or 0, 0), LAST - 1)), int(min(max(LAST - 1 if high is None else high, 0), LAST - 1))
-        wanted = Wanted(
-            between, _range(reward, "reward"), _range(length, "length"), finish, prompt, text, sort, down, page
-        )
+        run, ranges = runs.get(name), (_range(reward, "reward"), _range(length, "length"))
+        wanted = Wanted(_between(steps, run), *ranges, finish, prompt, text, sort, down, page)
         given = {"steps": steps, "reward": reward, "length": length, "finish": finish, "text": text, "sort": sort}
         given |= {"down": "1" if down else "", "prompt": "" if prompt is None else str(prompt)}
         return shown("trajectories.html", run, given=given, linked=_linked(given), **trajectories_page(run, wanted))
