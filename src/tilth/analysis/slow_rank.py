@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tilth.analysis.events import Events
 from tilth.analysis.recent import recent
 from tilth.analysis.run_graph import LAUNCH, WORK, read_steps
 from tilth.analysis.run_replay import RunModel, even, numbered
@@ -70,14 +71,20 @@ def slow_rank(run: str | Path, since: int = -1) -> tuple[Verdict | None, int]:
     """Return the verdict on the newest steps of a run after step ``since``, and the last of them; -1 if there are too
     few. Raises DataError for a trace that cannot be read."""
     events, known = recent(run, MOST)
-    if events is None or len(known) < FEWEST or known.stop - 1 - since < FEWEST:
+    if events is None:
         return None, -1
-    wanted = range(max(known.start, since + 1, known.stop - MOST), known.stop)
-    model = RunModel(read_steps(events, wanted, EVENTS))
+    return slow_in(events, range(max(known.start, since + 1, known.stop - MOST), known.stop))
+
+
+def slow_in(events: Events, steps: range) -> tuple[Verdict | None, int]:
+    """Return the verdict on some steps, and the last of them; -1 if they or their workers are too few. DataError."""
+    if len(steps) < FEWEST or len(events.workers) < 2:
+        return None, -1
+    model = RunModel(read_steps(events, steps, EVENTS))
     if len(model.steps.steps) < FEWEST or len(model.steps.workers) < 2:
         return None, -1
     ranks, gained, ratios = gains(model)
-    return judged(model.steps.steps, model.steps.recorded, ranks, gained, ratios), known.stop - 1
+    return judged(model.steps.steps, model.steps.recorded, ranks, gained, ratios), steps.stop - 1
 
 
 def judged(

@@ -3,11 +3,14 @@
 One browser and one server have all of them; a test waits for what it is to see, and adds its runs under its own names.
 """
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -26,6 +29,7 @@ def starts(path):
 
 
 CHROMIUM = next(filter(starts, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+INJECT = Path(__file__).parents[3] / "benchmarks" / "causes_inject"
 PATIENT = 60
 """Seconds, on a quiet machine, until what a test waits for is late."""
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
@@ -247,14 +251,35 @@ def test_what_a_newcomer_looks_for_is_two_or_three_clicks_from_the_list(browser,
         page.locator("nav a", has_text="runs").click()
         page.locator("td.name a", has_text="ranks").click()
         page.locator("#head a", has_text="1 warning").click()
-        page.wait_for_selector("#health .lede:has-text('slow: rank 1 takes')")
-        page.locator("nav a", has_text="Time").click()
-        page.wait_for_selector("#slow .lede:has-text('slow: rank 1 takes')")
+        page.wait_for_selector("#health .lede:has-text('slow: rank 1 costs')")
         page.goto(site)
         for name in ("sums-a-001", "agents"):
             page.locator(f"input[value={name}]").check()
         page.locator("button", has_text="compare").click()
         page.wait_for_selector("table.keys-table")
+
+
+CAUSE = {"kind": "slow", "rank": 1, "factor": 3.0, "sleep": [0.02, 0.0], "window": -1000}
+"""A rank whose passes take 3 times as long, from the second step on."""
+KEYS = ("supervised.steps=16", "supervised.batch=8", "algorithm.steps=1", "rollout.prompts=2", "rollout.group=2",
+        "model.hidden=16", "model.layers=1", "model.heads=2", "run.eval_prompts=2", "train.threads=1",
+        "cluster.backend=local", "cluster.workers=2")  # fmt: skip
+
+
+@SLOW
+def test_the_slow_one_of_two_local_workers_is_two_clicks_from_the_list(browser, site, folder):
+    env = {**os.environ, "CAUSE": json.dumps(CAUSE), "PYTHONPATH": str(INJECT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tilth", "run", "addition-grpo", f"run.dir={folder}", "run.name=two-workers"]
+    done = subprocess.run([*command, *KEYS], env=env, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr[-2000:]
+    with tab(browser) as page:
+        page.goto(site)
+        page.locator("td.name a", has_text="two-workers").click()
+        page.wait_for_selector("#slow-rank:has-text('slow: rank 1 costs')")
+        page.locator("#slow-rank a").click()
+        page.wait_for_selector("#slow .lede:has-text('slow: rank 1 costs')")
+        (slow,) = page.locator("td.clay").all()
+        assert slow.locator("xpath=..").locator("td").first.inner_text() == "1"
 
 
 @SLOW

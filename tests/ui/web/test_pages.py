@@ -708,12 +708,20 @@ def test_curves_and_their_version_are_of_one_table(tmp_path):
 
 def test_a_slow_rank_is_named_with_its_evidence(client):
     words = page_of(client, "/runs/ranks/time").words
-    assert "slow: rank 1 takes 1.8" in words and "rank 1 costs 0.3 s" in words
+    assert "slow: rank 1 costs 0.3" in words and "takes 1.76 times that of its peers" in words
     found = client.get("/runs/ranks/lanes.json?step=3").json()
     assert found["names"] == ["controller", "rank 0", "rank 1"] and len(found["codes"][0]) == 1000
     zoomed = client.get("/runs/ranks/lanes.json?step=3&begin=0.5&end=0.75").json()
     assert zoomed["seconds"] == pytest.approx(0.25) and zoomed["begin"] == pytest.approx(0.5)
     assert "no events" in page_of(client, "/runs/agents/time").words
+    page = page_of(client, "/runs/ranks")
+    assert "slow: rank 1 costs 0.32 s of each step of 1 s" in page.words
+    assert ("a", {"href": "/runs/ranks/time"}) in page.seen
+    assert "slow: rank 1 costs 0.32 s" in page_of(client, "/runs/ranks/health").words
+    assert not [run for run in ("agents", "sums-a-001") if "slow:" in page_of(client, f"/runs/{run}").words]
+    assert "slow: rank 1 costs 0.32 s" in page_of(client, "/runs/ranks/time?steps=2:12").words
+    few = page_of(client, "/runs/ranks/time?steps=2:5").words
+    assert "slow: rank" not in few and "No rank is slow" not in few  # too few steps to tell
 
 
 def test_older_steps_are_read_by_range(client):
@@ -775,7 +783,7 @@ def news_of(folder, name, act, count, *, each=False):
 
     async def read():
         runs = RunsFolder(folder)
-        news = News(runs, lambda name, look: name, lambda run: "tiles")
+        news = News(runs, lambda name, look: name, {"tiles": lambda run: "tiles"})
         async with aclosing(news.of(name)) as one, aclosing(news.of(name)) as two:
             found = []
             for number in range(count):
@@ -805,7 +813,7 @@ def test_a_step_and_the_end_of_a_run_are_news(tmp_path, monkeypatch):
 
 def test_news_have_the_points_of_added_steps_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.follow.FRESH", 0.0)
-    news, before = News(RunsFolder(tmp_path), lambda name, look: name, lambda run: ""), None
+    news, before = News(RunsFolder(tmp_path), lambda name, look: name, {}), None
 
     def points():
         nonlocal before
@@ -832,7 +840,10 @@ def test_news_have_the_points_of_added_steps_alone(tmp_path, monkeypatch):
 
 
 def test_news_have_the_tiles_at_first_at_the_end_and_now_and_then(tmp_path):
-    news, before = News(RunsFolder(tmp_path), lambda name, look: "head", lambda run: f"tiles of {run.state()}"), None
+    news, before = (
+        News(RunsFolder(tmp_path), lambda name, look: "head", {"tiles": lambda run: f"tiles of {run.state()}"}),
+        None,
+    )
 
     def parts():
         nonlocal before
@@ -844,7 +855,7 @@ def test_news_have_the_tiles_at_first_at_the_end_and_now_and_then(tmp_path):
         assert "'running'" in parts()["tiles"]
         run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5})
         assert parts() == {"head": "head"}
-        news._parts["live"] = (0.0, news._parts["live"][1])  # they are due
+        news._parts["live"] = ({}, news._parts["live"][1])  # they are due
         run.commit_step({"step": 3, "phase": "grpo", "loss": 0.5})
         assert parts().keys() == {"head", "tiles"}
         run.end("finished")
@@ -855,7 +866,7 @@ def test_a_page_that_comes_later_has_the_parts_that_others_were_sent(tmp_path, m
     monkeypatch.setattr("tilth.ui.web.follow.EVERY", 60.0)
 
     async def read():
-        news = News(RunsFolder(tmp_path), lambda name, look: "head", lambda run: "tiles")
+        news = News(RunsFolder(tmp_path), lambda name, look: "head", {"tiles": lambda run: "tiles"})
         async with aclosing(news.of("live")) as one, aclosing(news.of("live")) as two:
             first = read_event(await asyncio.wait_for(anext(one), patience(20)))
             assert read_event(await asyncio.wait_for(anext(two), patience(20)))["parts"] == first["parts"]
@@ -867,7 +878,7 @@ def test_a_page_that_comes_later_has_the_parts_that_others_were_sent(tmp_path, m
 
 def test_looks_that_cost_more_are_rarer_up_to_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.ui.web.follow.EVERY", 1e-3)
-    news, costs, pauses, sleep = News(RunsFolder(tmp_path), None, None), iter((0.0, 4e-6, 1.0)), [], asyncio.sleep
+    news, costs, pauses, sleep = News(RunsFolder(tmp_path), None, {}), iter((0.0, 4e-6, 1.0)), [], asyncio.sleep
 
     async def slept(seconds):
         pauses.append(seconds)

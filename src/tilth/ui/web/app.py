@@ -27,7 +27,7 @@ from tilth.ui.web.compare import compare_page, pages_of
 from tilth.ui.web.follow import FollowedRun, News, RunsFolder, UnknownRun
 from tilth.ui.web.search import SORTS, Wanted, newest_step
 from tilth.ui.web.times import ReplayProcesses, health_page, lanes_of, time_page
-from tilth.ui.web.views import TOKENS, RunList, group_page, head, lines_of, marks_of, run_page, tiles, trajectories_page
+from tilth.ui.web.views import PARTS, TOKENS, RunList, group_page, head, lines_of, marks_of, run_page, trajectories_page
 
 BODY = 1 << 16
 """Most bytes of a request's body; no route reads one."""
@@ -246,7 +246,7 @@ def _between(steps: str, run: FollowedRun) -> tuple[int, int]:
 def make_app(root: Path, token: str = "") -> tuple[GuardedPages, str]:
     """Return the application for a folder of runs, and the path of its address for one visit. DataError."""
     runs, assets, visit, replays = RunsFolder(root), Assets(), OneVisit(token), ReplayProcesses()
-    rows, news = RunList(runs), News(runs, head, tiles)
+    rows, news = RunList(runs), News(runs, head, PARTS)
     app = FastAPI(title="Tilth", docs_url=None, redoc_url=None, openapi_url=None)
     app.router.route_class = RunRoute
 

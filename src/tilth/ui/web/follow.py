@@ -35,8 +35,8 @@ PING = 15.0
 """Seconds after which a stream without news has a comment, so that what is between server and page does not end it."""
 SHARE = 30
 """Times what a summary takes until that of a running run is computed anew for a page."""
-TILES, RARELY = 5.0, 500
-"""Seconds, and times the processor time that they take, until news have the tiles of a run that goes on again."""
+OFTEN, RARELY = 5.0, 500
+"""Seconds, and times the processor time that it takes, until news have a rare part of a run that goes on again."""
 WAITING = 16
 """Most news that wait for a page which does not read."""
 KEPT = 160 << 20
@@ -223,15 +223,17 @@ def _points(table: MetricTable, version: tuple[int, int, int], since: int) -> li
 class News:
     """Server-sent events about runs: one reader for each that is watched, whatever the number of pages."""
 
-    def __init__(self, runs: RunsFolder, head: Callable[[str, Look], str], tiles: Callable[[FollowedRun], str]) -> None:
-        """head, tiles: return these parts of a run's page."""
-        self._runs, self._head, self._tiles = runs, head, tiles
+    def __init__(
+        self, runs: RunsFolder, head: Callable[[str, Look], str], rare: Mapping[str, Callable[[FollowedRun], str]]
+    ) -> None:
+        """head, rare: return parts of a run's page, of which the others are made now and then, by their ids."""
+        self._runs, self._head, self._rare = runs, head, rare
         self._pages: dict[str, set[asyncio.Queue[bytes | None]]] = {}
         """Name -> news that each of its pages has not been sent yet; None ends its stream."""
         self._ended = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._parts: dict[str, tuple[float, Record]] = {}
-        """Name -> when the tiles are due, and the newest parts of the page."""
+        self._parts: dict[str, tuple[dict[str, float], Record]] = {}
+        """Name -> when each rare part is due, and the newest parts of the page."""
 
     async def of(self, name: str) -> AsyncIterator[bytes]:
         """Yield the news of a run, or of the folder (""), as server-sent events."""
@@ -329,16 +331,17 @@ class News:
         return (*mark, last), _event(news)
 
     def _changed(self, run: FollowedRun, look: Look, *, rested: bool) -> Record:
-        """Return the parts of a page that are new, by their ids. rested: the run goes on as before, so that the tiles
+        """Return the parts of a page that are new, by their ids. rested: the run goes on as before, so that rare parts
         may wait."""
         name = run.path.name
-        due, known = self._parts.get(name, (0.0, {}))
+        dues, known = self._parts.get(name, ({}, {}))
         parts = {"head": self._head(name, look)}
-        if not rested or time.monotonic() >= due:
-            began = time.thread_time()
-            parts["tiles"] = self._tiles(run)
-            due = time.monotonic() + max(TILES, RARELY * (time.thread_time() - began))
-        self._parts[name] = due, known | parts
+        for part, made in self._rare.items():
+            if not rested or time.monotonic() >= dues.get(part, 0.0):
+                began = time.thread_time()
+                parts[part] = made(run)
+                dues = {**dues, part: time.monotonic() + max(OFTEN, RARELY * (time.thread_time() - began))}
+        self._parts[name] = dues, known | parts
         return parts
 
 

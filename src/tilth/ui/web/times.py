@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from tilth.analysis.events import Events, from_table
 from tilth.analysis.read import parts, read_events
 from tilth.analysis.recent import recent
+from tilth.analysis.slow_rank import FEWEST, slow_in, slow_rank
 from tilth.analysis.time_breakdown import CONTROLLER, PEERS, STAGES, Account, account
 from tilth.core.errors import DataError
 from tilth.data.cache import FileState, file_state
@@ -30,7 +31,7 @@ from tilth.ui import format
 from tilth.ui.heat import colour
 from tilth.ui.report import workers_of
 from tilth.ui.signs import living, sign_of
-from tilth.ui.timeline import LANES, SLOW, chosen, hues, lanes, pictures
+from tilth.ui.timeline import LANES, chosen, hues, lanes, pictures
 from tilth.ui.top import first_line
 from tilth.ui.web.follow import FollowedRun
 
@@ -89,7 +90,10 @@ def _last_step(path: Path) -> int:
 
 def time_page(run: FollowedRun, steps: range | None) -> Row:
     """Return pictures of the time of some steps, and which ranks are slow. DataError: there are no events of them."""
-    made = _newest_times(run.path, _events_state(run)) if steps is None else _times(run.path, steps)
+    if steps is None:
+        made = _newest_times(run.path, _events_state(run)) | {"slow": slow_rank_of(run)}
+    else:
+        made = _times(run.path, steps)
     return made | {"warned": [first_line(one) for one in read_warnings(run.path) if one["kind"] == "slow"]}
 
 
@@ -106,11 +110,28 @@ def _newest_times(run: Path, state: tuple[FileState, ...]) -> Row:
     return _times(run, None)
 
 
+def slow_rank_of(run: FollowedRun) -> str:
+    """Return the evidence against the rank that is slow in the newest steps; "": none is."""
+    return _newest_slow(run.path, _events_state(run))
+
+
+@lru_cache(KEPT)
+def _newest_slow(run: Path, state: tuple[FileState, ...]) -> str:
+    """Return ``slow_rank_of``, computed anew where events were written. state: ``_events_state``."""
+    try:
+        verdict, _ = slow_rank(run)
+    except DataError:  # the page on time names it
+        return ""
+    return verdict.evidence if verdict else ""
+
+
 def _times(run: Path, steps: range | None) -> Row:
     events, known = read_steps_of(run, steps)
     found = account(events, known)
+    verdict, _ = (None, -1) if steps is None else slow_in(events, known)
     return pictures(events, found) | {
-        "first": int(found.steps[0]), "last": int(found.steps[-1]), "slow": slow_ranks(found),
+        "first": int(found.steps[0]), "last": int(found.steps[-1]), "slow": verdict.evidence if verdict else "",
+        "compared": len(found.ranks) > 1 and len(found.steps) >= FEWEST,
         "idle": idle_share(found), "steps": list(zip(found.steps.tolist(), found.seconds.tolist()))[-NEWEST:],
         "attempt": found.attempt, "step": float(np.median(found.seconds)),
     }  # fmt: skip
@@ -120,16 +141,6 @@ def idle_share(found: Account) -> float:
     """Return the share of the ranks' time in which they wait."""
     idle = [found.names.index(name) for name in (STAGES, PEERS, CONTROLLER)]
     return float(found.by_rank[:, idle].sum() / max(found.by_rank.sum(), 1e-12))
-
-
-def slow_ranks(found: Account) -> list[str]:
-    """Return the ranks that are slow for their work, the slowest first, with the evidence."""
-    order = np.argsort(-np.nan_to_num(found.pace, nan=0.0), kind="stable")
-    return [
-        f"rank {found.ranks[i]} takes {found.pace[i]:.2f} times as long as its peers for the same work; others waited "
-        f"{format.brief(float(found.meetings.blamed[i]))} for it in communications"
-        for i in order.tolist() if found.pace[i] >= SLOW
-    ]  # fmt: skip
 
 
 def lanes_of(run: FollowedRun, step: int, part: tuple[float, float]) -> Row:
@@ -147,13 +158,13 @@ def lanes_of(run: FollowedRun, step: int, part: tuple[float, float]) -> Row:
 
 def health_page(run: FollowedRun) -> Row:
     """Return who lives, what each rank does and uses, what was survived and warned of, and a heat map of phases."""
-    look, state = run.look(), run.state()
+    look, state, written = run.look(), run.state(), _events_state(run)
     survived = look.recoveries
     findings = [{"title": f"{format.outcome(one)}: {format.survived(one)}", **_verdict(one)} for one in survived]
     findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
     return {
         "look": look, "workers": [_worker(row) for row in living(look.state)], "used": workers_of(state),
-        "heat": heat(run.path, _events_state(run)), "nodes": nodes_of(run.path, _events_state(run)),
+        "slow": slow_rank_of(run), "heat": heat(run.path, written), "nodes": nodes_of(run.path, written),
         "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
         "ettr": look.ettr(), "hour": look.ettr(HOUR), "state": state,
         "lost": sum(one["lost"] + one["seconds"] for one in survived), "count": len(survived),
@@ -211,7 +222,7 @@ def heat(run: Path, state: tuple[FileState, ...]) -> Row | None:
         rows.append((found.ranks[i], next(filter(None, (events.place.names[c] for c in codes)), ""), cells))
     names = [found.names[k] for k in shown]
     ends = {"first": int(found.steps[0]), "last": int(found.steps[-1])}
-    return {"names": names, "rows": rows, "slow": slow_ranks(found), **ends}
+    return {"names": names, "rows": rows, **ends}
 
 
 # ---- what if ----

@@ -29,6 +29,7 @@ from tilth.ui.top import KeptFiles, Look
 from tilth.ui.web.follow import FollowedRun, RunsFolder, written
 from tilth.ui.web.metric_table import MetricTable
 from tilth.ui.web.search import PAGE, Wanted, group_of, kept_of, newest_step, search
+from tilth.ui.web.times import slow_rank_of
 
 PATIENT = 0.4
 """Seconds that the list waits for runs that have not been read yet; they are read in a thread meanwhile."""
@@ -197,8 +198,8 @@ def run_page(run: FollowedRun, words: str, axis: str, smooth: int) -> Row:
     plan, table, recipe = state.get("plan") or {}, run.table, run.path / "recipe.toml"
     shown = charts_of(table, words)
     return standing(run) | {
-        "state": state, "headline": headline(summary), "measures": format.MEASURES, "plan": plan,
-        "planned": planned(plan), "memory": memory_card(summary, plan), "workers": workers_of(state),
+        "state": state, "slow": slow_rank_of(run), "headline": headline(summary), "planned": planned(plan),
+        "plan": plan, "memory": memory_card(summary, plan), "workers": workers_of(state),
         "env": state.get("environment") or {}, "recipe": _text(recipe), "charts": shown, "words": words, "axis": axis,
         "log": tail_of(run.path / "log.txt"), "smooth": smooth, "axes": AXES, "all": table.names,
         "about": _schema(run.path),
@@ -221,6 +222,15 @@ def standing(run: FollowedRun) -> Row:
 def tiles(run: FollowedRun) -> Markup:
     """Render ``standing``."""
     return render("standing.html", **standing(run))
+
+
+def slow(run: FollowedRun) -> Markup:
+    """Render which rank is slow, if one is."""
+    return render("slow.html", name=run.path.name, slow=slow_rank_of(run))
+
+
+PARTS = {"tiles": tiles, "slow-rank": slow}
+"""Id of a part of a run's page -> its contents, which change as the run goes."""
 
 
 def _text(path: Path) -> str | None:
