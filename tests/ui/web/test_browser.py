@@ -8,8 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,15 +24,12 @@ from tests.ui.web.runs import folder_of_runs
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install '.[dev]')")
 
 
-def starts(path):
-    """True if a browser is there with all its libraries."""
-    return path is not None and subprocess.run([path, "--version"], capture_output=True).returncode == 0
-
-
-CHROMIUM = next(filter(starts, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 INJECT = Path(__file__).parents[3] / "benchmarks" / "causes_inject"
 PATIENT = 60
 """Seconds, on a quiet machine, until what a test waits for is late."""
+LIMIT = 240
+"""Seconds of a page, on a quiet machine: an evaluation would wait for ever for a script in an endless loop."""
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt install chromium)")
 
 
@@ -46,15 +44,32 @@ def site(folder):
         yield server.address
 
 
+def launch(chromium, path):
+    """Start a browser; where it does not start, the test is skipped with its reason."""
+    try:
+        return chromium.launch(
+            executable_path=path, chromium_sandbox=os.getuid() != 0, timeout=1000 * patience(PATIENT),
+            args=["--disable-dev-shm-usage", "--disable-gpu", "--disable-software-rasterizer"],
+        )  # fmt: skip
+    except api.Error as error:
+        said = [line for line in str(error).splitlines() if "[err]" in line] or [str(error)]
+        pytest.skip(f"{path} does not start: {said[-1].strip()[:300]}")
+
+
+def test_a_browser_that_does_not_start_skips_its_tests_with_the_reason(browser, tmp_path):
+    broken = tmp_path / "chromium"
+    broken.write_text("#!/bin/sh\necho no libnss3.so >&2; exit 127\n")
+    broken.chmod(0o755)
+    with pytest.raises(pytest.skip.Exception, match=r"does not start.*libnss3"):
+        launch(browser.browser_type, broken)
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A browser of which no process remains."""
     before = {*psutil.Process().children(recursive=True)}
     with api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=CHROMIUM, chromium_sandbox=os.getuid() != 0, timeout=1000 * patience(PATIENT),
-            args=["--disable-dev-shm-usage", "--disable-gpu", "--disable-software-rasterizer"],
-        )  # fmt: skip
+        launched = launch(playwright.chromium, CHROMIUM)
         yield launched
         started = {*psutil.Process().children(recursive=True)} - before
         launched.close()
@@ -73,9 +88,19 @@ def lives(process):
         return False
 
 
+def kill_renderers():
+    """Kill the processes in which the browser runs pages."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "--type=renderer" in process.cmdline():
+                process.kill()
+
+
 @contextmanager
-def tab(browser, **options):
-    """A page that must neither ask another machine nor log an error."""
+def tab(browser, limit=LIMIT, **options):
+    """A page that must neither ask another machine nor log an error; after ``limit`` seconds it crashes."""
+    timer = threading.Timer(patience(limit), kill_renderers)
+    timer.start()
     context = browser.new_context(**options)
     page, wrong, asked = context.new_page(), [], []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
@@ -85,8 +110,15 @@ def tab(browser, **options):
     try:
         yield page
     finally:
+        timer.cancel()
         context.close()
     assert wrong == [] and {*asked} <= {"127.0.0.1", None, ""}
+
+
+def test_a_page_whose_script_does_not_end_crashes_at_its_limit(browser, site):
+    with pytest.raises(api.Error, match="crashed"), tab(browser, limit=3) as page:
+        page.goto(site)
+        page.evaluate("() => { for (;;) {} }")
 
 
 def until(page, expression, seconds=PATIENT):
