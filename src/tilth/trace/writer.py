@@ -89,7 +89,7 @@ class PartWriter:
         target = self.folder / f"attempt-{self.attempt}-rank-{self.rank}-{self.part + 1:06d}.parquet"
         with atomic_write(target) as temporary:
             table = self._table(taken, texts, dropped, times or {})
-            pq.write_table(table, temporary, compression="zstd", use_dictionary=TEXTS, write_statistics=False)
+            pq.write_table(table, temporary, compression="zstd", use_dictionary=TEXTS, write_statistics=["step"])
         self.part += 1
         return target
 

@@ -98,7 +98,8 @@ def ranks(root, steps=12, slow=1.8, name="ranks"):
             for number, part in enumerate((range(1, 6), range(6, steps + 1)), 1):
                 mine = [root for root in roots if root["rank"] == rank and root["step"] in part]
                 path = run.events / f"attempt-1-rank-{rank}-{number:06d}.parquet"
-                pq.write_table(table(*mine), path, write_statistics=False)  # as ``trace.writer`` does
+                known = ["step"] if number > 1 else False  # as ``trace.writer`` and its earlier versions wrote
+                pq.write_table(table(*mine), path, write_statistics=known)
         run.note_finding({"step": 9, "kind": "slow", "ranks": [1], "evidence": "rank 1 costs 0.3 s", "details": {}})
         run.end("finished")
         return run.path

@@ -41,6 +41,7 @@ from tilth.core.errors import DataError
 from tilth.process.access import AddressError
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
+from tilth.trace import recorder, span
 from tilth.ui import format
 from tilth.ui.heat import COOL, WARM
 from tilth.ui.html import text_of
@@ -729,6 +730,19 @@ def test_older_steps_are_read_by_range(client):
     assert "Steps 3 to 5 of attempt 1" in words
     assert "Steps 7 to 8 of attempt 1" in page_of(client, "/runs/ranks/time?steps=7:9").words
     assert "has no events of steps 400:402" in page_of(client, "/runs/ranks/time?steps=400:402").words
+
+
+def test_the_last_step_of_a_file_of_events_is_in_its_metadata(tmp_path, monkeypatch):
+    with recorder.to(tmp_path, interval=60):
+        for number in (3, 12, 7):
+            with span("step", step=number):
+                pass
+    (path,) = tmp_path.glob("*.parquet")
+    read = Mock(wraps=pq.read_table)
+    monkeypatch.setattr(pq, "read_table", read)
+    assert times._last_step(path) == 12 and not read.called
+    pq.write_table(pq.read_table(path), path, write_statistics=False)  # as earlier versions wrote it
+    assert times._last_step(path) == 12 and read.call_count == 2
 
 
 def test_a_torn_last_file_of_a_process_is_left_out(folder, tmp_path):

@@ -34,6 +34,7 @@ from tilth.ui.signs import living, sign_of
 from tilth.ui.timeline import LANES, chosen, hues, lanes, pictures
 from tilth.ui.top import first_line
 from tilth.ui.web.follow import FollowedRun
+from tilth.ui.web.search import StoredFile
 
 NEWEST = 20
 """Newest steps that are shown where none are named."""
@@ -79,9 +80,12 @@ def _covering(paths: Sequence[Path], steps: range) -> Sequence[Path]:
 
 
 def _last_step(path: Path) -> int:
-    """Return the last step that a file has events of; a file that is torn is the last one of its process. Its metadata
-    do not say: events are written without statistics."""
+    """Return the last step that a file has events of; a file that is torn is the last one of its process. Files of
+    earlier versions have no statistics, so that their column is read."""
     try:
+        ends = [most for _, most in StoredFile(path, file_state(path)).bounds("step")]
+        if None not in ends:
+            return max(ends, default=-1)
         last = pc.max(pq.read_table(path, columns=["step"])["step"]).as_py()
     except (pa.ArrowException, OSError):
         return TORN
