@@ -376,6 +376,23 @@ def test_samples_of_a_lost_replica_go_on_elsewhere_while_it_is_mended(made):
     assert sorted(waited(replicas, 10)) == [*range(40, 60, 2)] and len(gone.seen) > seen
 
 
+def test_a_split_group_goes_on_once_no_round_draws_its_samples_any_more(made):
+    """Replica 0 is lost while a round of 1 draws another sample of the group; what is behind it need not wait."""
+    rollout, replicas = made(count=3, threaded=False, kind=Beside, mend=lambda place, error: None)
+    split = flight(0)
+    replicas._flying[0][0] = replicas._flying[1][1] = split
+    rollout.each[1].go.clear()
+    replicas._begin_rounds()
+    replicas._lose(rollout.each[0].loss())
+    replicas.submit(flight(10))
+    replicas._hand_out()
+    before = [ids for part in rollout.each for ids in part.seen]
+    rollout.each[1].go.set()
+    replicas._end_rounds([1])
+    replicas._hand_out()
+    assert before == [[10, 11]] and [one for part in rollout.each for one in part.again] == [(0, 7)]
+
+
 def test_a_replica_that_is_alone_is_waited_for(made):
     def mend(place, error):
         time.sleep(0.1)

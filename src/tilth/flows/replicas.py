@@ -61,6 +61,8 @@ class Flight:
     """The same of each replica; lazy."""
     since: float = 0.0
     """When they had, in monotonic seconds."""
+    after: dict[int, object] = field(default_factory=dict)
+    """Replica -> its round that may still log tokens of these samples: nobody goes on with them before it has ended."""
 
 
 class Replicas:
@@ -382,21 +384,26 @@ class Replicas:
         while True:
             with self._changed:  # a group is never of newer weights in the books than in the replica that gets it
                 places = [p for p, has in enumerate(self._has) if has == self._newest and p not in self._lost]
+                flight = next((flight for flight in self._queue if not self._is_drawn(flight)), None)
                 # The answer of a resume is waited for, which a round would delay.
-                if self._queue and self._queue[0].again:
+                if flight is not None and flight.again:
                     places = [place for place in places if place not in self._rounds]
                 place = min(places, key=lambda p: len(self._flying[p]), default=None)
-                if place is None or not self._queue:
+                if place is None or flight is None:
                     return
                 flying = self._flying[place]
-                if flying and len(flying) + len(self._queue[0].asked) > self.room:
+                if flying and len(flying) + len(flight.asked) > self.room:
                     return
-                flight = self._queue.popleft()
+                self._queue.remove(flight)
             flying.update((i, flight) for i in flight.asked["id"].tolist())
             if flight.again:
                 self._resume(place, flight)
             else:
                 self._part(place).submit(flight.asked)
+
+    def _is_drawn(self, flight: Flight) -> bool:
+        """True while a round from before this group was queued again may draw its samples."""
+        return any(self._rounds.get(place) is one for place, one in flight.after.items())
 
     def _resume(self, place: int, flight: Flight) -> None:
         """Let samples go on from what is known of each; the others begin."""
@@ -505,7 +512,11 @@ class Replicas:
             self._menders[-1].start()
 
     def _go_again(self, flight: Flight) -> None:
-        """Queue a group of which a replica was lost: all of its samples go on from what is logged of them."""
+        """Queue a group of which a replica was lost: all of its samples go on from what is logged of them.
+
+        A replica forgets them behind its round under way, which logs more: two would draw one sample, and the log would
+        join tokens of both."""
+        flight.after = {}
         for place, flying in enumerate(self._flying):
             here = [i for i, one in flying.items() if one is flight]
             for i in here:
@@ -514,6 +525,8 @@ class Replicas:
                 continue
             if here := [*here, *(flight.ended if place in flight.places else ())]:
                 self._part(place).discard(here)
+                if place in self._rounds:
+                    flight.after[place] = self._rounds[place]
         if flight.ended:
             self.forget(flight)
         flight.ended, flight.places, flight.parts, flight.again = {}, set(), [], True
