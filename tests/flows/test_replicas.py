@@ -380,9 +380,10 @@ def test_a_split_group_goes_on_once_no_round_draws_its_samples_any_more(made):
     """Replica 0 is lost while a round of 1 draws another sample of the group; what is behind it need not wait."""
     rollout, replicas = made(count=3, threaded=False, kind=Beside, mend=lambda place, error: None)
     split = flight(0)
-    replicas._flying[0][0] = replicas._flying[1][1] = split
+    replicas._flying[1][1] = split
     rollout.each[1].go.clear()
     replicas._begin_rounds()
+    replicas._flying[0][0] = split  # no round of it: that of a stand-in would go on beside the new one
     replicas._lose(rollout.each[0].loss())
     replicas.submit(flight(10))
     replicas._hand_out()
@@ -391,6 +392,7 @@ def test_a_split_group_goes_on_once_no_round_draws_its_samples_any_more(made):
     replicas._end_rounds([1])
     replicas._hand_out()
     assert before == [[10, 11]] and [one for part in rollout.each for one in part.again] == [(0, 7)]
+    assert waited(replicas, 2)[0].ended.keys() == {0, 1}
 
 
 def test_a_replica_that_is_alone_is_waited_for(made):
