@@ -23,6 +23,17 @@ def test_a_dead_or_hanging_worker_is_replaced_and_nobody_else():
         assert (verdict.kind, action.step, action.ranks) == (name, "replace", (2,))
 
 
+def test_workers_that_crash_one_after_the_other_at_one_step_are_all_replaced_and_one_of_them_at_most_twice():
+    def decided(*each):
+        recovery = Recovery(8)
+        crashes = [failed(errors.WorkerLost, ranks=ranks, key="rollout.advance") for ranks in each]
+        return [recovery.decide(crash, 4, float(at)).step for at, crash in enumerate(crashes)]
+
+    assert decided((1,), (2,), (3,), (4,)) == ["replace"] * 4
+    for same in ([(1,)] * 3, [(1, 2), (2, 3), (2,)], [(), (1,), (2,)][::-1]):  # one without ranks may be anybody's
+        assert decided(*same)[2] == "stop", same
+
+
 def test_memory_that_the_kernel_took_is_told_from_a_crash():
     assert failed(errors.WorkerLost, f"was killed by SIGKILL {MEMORY_RAN_OUT}...)", ranks=(1,)).kind == "out-of-memory"
     assert failed(errors.WorkerLost, "(not since memory ran out: ...)", ranks=(1,)).kind == "crash"

@@ -194,5 +194,8 @@ def _suspect(failures: Sequence[_Past]) -> str:
 
 
 def _same_cause(one: Verdict, other: Verdict) -> bool:
-    """Return True if two failures look like one: of a kind, and at the same place where they have one."""
+    """Return True if two failures look like one: of a kind, and at the same place where they have one. Crashes of other
+    workers, as of several replicas that die at once, are none of a worker that dies again."""
+    if one.kind == "crash" and one.ranks and other.ranks and set(one.ranks).isdisjoint(other.ranks):
+        return False
     return one.kind == other.kind and one.details.get("key") == other.details.get("key")
