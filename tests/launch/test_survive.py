@@ -13,7 +13,7 @@ from tilth_studies.drill import inject
 from tests.errors import raises
 from tests.flows import tiny
 from tilth.cluster.controller.cluster import Cluster
-from tilth.core.errors import WorkerLost
+from tilth.core.errors import StorageError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.flows.callbacks import Callback
 from tilth.launch.survive import Survival, _named
@@ -326,19 +326,46 @@ def lost(*ranks):
     return error
 
 
-def test_a_worker_that_is_replaced_beside_others_may_be_lost_again_as_often_as_any_other():
+class Beside:
+    """A cluster whose worker 1 is replaced beside the others. left: what its new workers raise, the last one first."""
+
+    def __init__(self, *left):
+        self.left, self.renewed, self.repaired, self.groups = [*left], [], [], []
+        self.repairable = SimpleNamespace(scratch="", nodes=lambda: ({}, ()))
+        self.dispatch = SimpleNamespace(failed=None, apart={1})
+
+    def renew(self, rank):
+        self.renewed.append(rank)
+        if self.left:
+            raise self.left.pop()
+
+    def repair(self, lost, *_):
+        self.repaired.append(sorted(lost))
+        return sorted(lost)
+
+    def survival(self, monkeypatch, say=print, note=lambda record: None):
+        monkeypatch.setattr(Survival, "_begin_attempt", lambda *_: None)
+        monkeypatch.setattr(Survival, "prepare", lambda _: None)
+        parts = SimpleNamespace(recipe=SimpleNamespace(guard=SimpleNamespace(restarts=8, on_nan="skip")))
+        return Survival(parts, self, SimpleNamespace(note_replaced=note), say)
+
+
+@pytest.mark.parametrize("why", [lost(2), StorageError("no room", key="payload"), WorkerLost("no start", key="start")])
+def test_a_new_worker_that_is_half_made_is_replaced_by_the_recovery(monkeypatch, why):
+    """The trouble is of another worker, or of no worker."""
+    cluster = Beside(why)
+    survival = cluster.survival(monkeypatch)
+    with raises(type(why), why.key):
+        survival.replace(lost(1), 4)
+    assert survival.lost == {1}
+    survival.recover(why, 4)
+    assert cluster.renewed == [1] and cluster.repaired == [sorted({1, *why.ranks})] and not survival.lost
+
+
+def test_a_worker_that_is_replaced_beside_others_may_be_lost_again_as_often_as_any_other(monkeypatch):
     """What the run has to recover from is decided once, also where the worker alone was lost."""
-    left, noted, renewed, said = [lost(1)], [], [], []
-
-    def renew(rank):
-        renewed.append(rank)
-        if left:
-            raise left.pop()
-
-    parts = SimpleNamespace(recipe=SimpleNamespace(guard=SimpleNamespace(restarts=8, on_nan="skip")))
-    backend = SimpleNamespace(scratch="", nodes=lambda: ({}, ()))
-    cluster = SimpleNamespace(repairable=backend, groups=[], renew=renew)
-    survival = Survival(parts, cluster, SimpleNamespace(note_replaced=noted.append), said.append)
+    noted, said, cluster = [], [], Beside(lost(1))
+    survival, renewed = cluster.survival(monkeypatch, said.append, noted.append), cluster.renewed
     survival.replace(lost(1), 4)
     assert renewed == [1, 1] and [(one["ranks"], one["replaced"], one["step"]) for one in noted] == [((1,), [1], 4)] * 2
     survival.on_step_end(None, 5, {})

@@ -123,7 +123,8 @@ class Survival(Callback):
                 error = another
 
     def _renew(self, error: WorkerLost, step: int) -> WorkerLost | None:
-        """Replace a worker; return the loss of the new one, if it is lost at once."""
+        """Replace a worker; return the loss of the new one, if it is lost at once. After anything else that a new
+        worker raises it is half made, and the recovery replaces it."""
         began, verdict = time.monotonic(), verdict_of(error)
         assert verdict is not None
         verdict = with_cause(verdict)
@@ -136,10 +137,11 @@ class Survival(Callback):
         (rank,), found = action.ranks, None
         try:
             self.cluster.renew(rank)
-        except WorkerLost as lost:
-            if lost.ranks != action.ranks:
+        except BaseException as another:
+            if not isinstance(another, WorkerLost) or another.ranks != action.ranks:
+                self._lost.add(rank)
                 raise
-            found = lost
+            found = another
         took = round(time.monotonic() - began, 3)
         made = [group.role for group in self.cluster.groups if rank in group.mesh.ranks and found is None]
         self.directory.note_replaced({**_record(verdict, action, step, [rank], made, began), "beside": took})
