@@ -408,6 +408,22 @@ def test_a_replica_that_is_alone_is_waited_for(made):
     assert waited(replicas, 2).keys() == {0, 2} and rollout.each[0].again
 
 
+def test_a_new_worker_that_is_lost_before_it_takes_samples_is_mended_too(made):
+    asked = []
+
+    def mend(place, error):
+        asked.append(error)
+        if len(asked) < 3:
+            raise rollout.each[place].loss()
+        rollout.each[place].lost = False
+        return Publication(1, 1)
+
+    rollout, replicas = made(count=1, mend=mend)
+    rollout.each[0].lost = True
+    replicas.submit(flight(0))
+    assert waited(replicas, 1).keys() == {0} and len({*map(id, asked)}) == 3
+
+
 def test_rows_that_are_lost_with_a_replica_are_generated_again(made):
     forgotten = []
     scorers = SimpleNamespace(take=lambda ended: None, forget=lambda ended: forgotten.extend(ended))

@@ -87,8 +87,8 @@ class Replicas:
         before; limits: of a replica to which samples move, None: none does; pull: lets a replica take the newest
         weights (``rollout.inflight = "finish"``) once none of its samples is in flight, so that each has one version,
         and until then it begins no others; None: weights come between two rounds; mend: replaces the worker of a
-        replica that is lost, in a thread of its own, and returns the weights that it has then; it raises what the loop
-        is to hear; None: the loop hears of every loss."""
+        replica that is lost, in a thread of its own, and returns the weights that it has then; it is asked again with
+        the loss of the new worker, and raises what the loop is to hear; None: the loop hears of every loss."""
         self.rollout, self.store, self.room, self.scorers = rollout, store, room, scorers
         self.note, self.version, self.limits, self._pull, self._mend = note, version, limits, pull, mend
         self.below: int | None = None
@@ -534,15 +534,21 @@ class Replicas:
             self._queue.appendleft(flight)
 
     def _bring_back(self, place: int, error: WorkerLost) -> None:
-        """Mend a replica; what it cannot recover from, the loop raises."""
+        """Mend a replica, again if its new worker is lost meanwhile; what it cannot recover from, the loop raises."""
         assert self._mend is not None
-        try:
-            has = self._mend(place, error)
-        except BaseException as found:  # noqa: BLE001 - the loop's thread raises it
-            with self._changed:
-                self._error = self._error or found
-                self._changed.notify_all()
-            return
+        while True:
+            try:
+                has = self._mend(place, error)
+                break
+            except BaseException as found:  # noqa: BLE001 - the loop's thread raises it
+                if isinstance(found, WorkerLost) and found is not error and self._places(found) == [place]:
+                    error = found
+                    if not self._stopped:
+                        continue
+                with self._changed:
+                    self._error = self._error or found
+                    self._changed.notify_all()
+                return
         with self._changed:
             self._has[place] = None if self._newest is None else has
             self._lost.discard(place)
