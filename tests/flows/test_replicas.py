@@ -424,6 +424,28 @@ def test_a_new_worker_that_is_lost_before_it_takes_samples_is_mended_too(made):
     assert waited(replicas, 1).keys() == {0} and len({*map(id, asked)}) == 3
 
 
+def test_a_replica_that_is_being_replaced_holds_up_no_end_of_a_run(made, monkeypatch):
+    """Its worker is killed; if that ends nothing either, it is named."""
+    monkeypatch.setattr(flows_replicas, "MENDING", 0.01)
+    monkeypatch.setattr(flows_replicas, "PATIENCE", 0.5)
+    killed, given = threading.Event(), []
+
+    def mend(place, error):
+        assert killed.wait(60)
+        raise rollout.each[place].loss()
+
+    rollout, replicas = made(count=1, mend=mend, give_up=given.append)
+    rollout.each[0].lost = True
+    replicas.submit(flight(0))
+    while not replicas._menders:
+        time.sleep(0.01)
+    with raises(EngineError, "replicas.mend"):
+        replicas.stop()
+    replicas._give_up = lambda ranks: killed.set()
+    replicas.stop()
+    assert given == [[0]] and not replicas._menders[0].is_alive()
+
+
 def test_rows_that_are_lost_with_a_replica_are_generated_again(made):
     forgotten = []
     scorers = SimpleNamespace(take=lambda ended: None, forget=lambda ended: forgotten.extend(ended))

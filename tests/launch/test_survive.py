@@ -330,9 +330,9 @@ class Beside:
     """A cluster whose worker 1 is replaced beside the others. left: what its new workers raise, the last one first."""
 
     def __init__(self, *left):
-        self.left, self.renewed, self.repaired, self.groups = [*left], [], [], []
-        self.repairable = SimpleNamespace(scratch="", nodes=lambda: ({}, ()))
-        self.dispatch = SimpleNamespace(failed=None, apart={1})
+        self.left, self.renewed, self.repaired, self.killed, self.groups = [*left], [], [], [], []
+        self.repairable = SimpleNamespace(scratch="", nodes=lambda: ({}, ()), kill=self.killed.extend)
+        self.dispatch = SimpleNamespace(failed=None, apart={1, 2})
 
     def renew(self, rank):
         self.renewed.append(rank)
@@ -360,6 +360,15 @@ def test_a_new_worker_that_is_half_made_is_replaced_by_the_recovery(monkeypatch,
     assert survival.lost == {1}
     survival.recover(why, 4)
     assert cluster.renewed == [1] and cluster.repaired == [sorted({1, *why.ranks})] and not survival.lost
+
+
+def test_nobody_is_replaced_beside_others_once_that_is_given_up(monkeypatch):
+    cluster = Beside()
+    survival = cluster.survival(monkeypatch)
+    survival.give_up([1])
+    with raises(WorkerLost, "rollout.advance"):
+        survival.replace(lost(2), 4)
+    assert cluster.killed == [1] and survival.lost == {1} and not cluster.renewed
 
 
 def test_a_worker_that_is_replaced_beside_others_may_be_lost_again_as_often_as_any_other(monkeypatch):

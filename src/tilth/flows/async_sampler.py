@@ -50,6 +50,9 @@ class WorkerRepair(Protocol):
     def replace(self, error: WorkerLost, step: int) -> None:
         """Replace the worker that was lost after this step, with its roles. Raises what the run has to recover from."""
 
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Kill these workers, which take too long to be replaced; no other is replaced until ``watch``."""
+
 
 class AsyncSampler(Sampler):
     """A sampler whose samples may be of earlier versions of the policy, within the recipe's bound."""
@@ -263,6 +266,9 @@ class AsyncSampler(Sampler):
             scorers = self._scorers(rollout, self.roles.reward, most)
             r, threaded = self.recipe.rollout, self.recipe.cluster.backend != "inline"
             holds = ReplicaLimits(kv_tokens(self.recipe), r.max_rows)
+            mends: dict[str, Any] = {}
+            if self._repair is not None and self._may_mend(rollout, self._repair):
+                mends = {"mend": self._mend, "give_up": self._repair.give_up}
             self.replicas = Replicas(
                 rollout,
                 self.store,
@@ -273,7 +279,7 @@ class AsyncSampler(Sampler):
                 version=self.state.version,
                 limits=holds if r.repack else None,
                 pull=self._pull if self._own_time else None,
-                mend=self._mend if self._may_mend(rollout) else None,
+                **mends,
             )
             self._least = min((first for first, *_ in self.state.flying), default=0)
             self._log_tokens(rollout, least=self._least, keeps=repeats(self.recipe))
@@ -285,13 +291,13 @@ class AsyncSampler(Sampler):
         """Let replicas log what they draw and hear. how: as of ``RolloutWorker.log_to``."""
         rollout.log_to(str(self._log.path.parent.resolve() / FLYING), self._attempt, self.state.version, **how)
 
-    def _may_mend(self, rollout: WorkerGroup) -> bool:
+    def _may_mend(self, rollout: WorkerGroup, repair: WorkerRepair) -> bool:
         """True if replicas can be replaced beside the others: they take weights by themselves, each is one worker, and
         none holds environments. Their losses are theirs then. Moved samples of a group may be drawn by a living replica
         while the group is handed out again, so with ``rollout.repack`` all begin again."""
         ranks, r = rollout.mesh.ranks, self.recipe.rollout
         able = self._publisher is not None and not r.environment and not r.repack
-        if not able or self._repair is None or rollout.mesh.size("dp") < len(ranks) or not self._repair.watch(ranks):
+        if not able or rollout.mesh.size("dp") < len(ranks) or not repair.watch(ranks):
             return False
         assert self._publisher is not None
         self._publisher.apart = ranks

@@ -33,6 +33,8 @@ AHEAD = 1
 """Rounds for each batch that the inline backend runs before the step learns from it."""
 PATIENCE = 10.0
 """Seconds for the thread to end its rounds when the run ends; a replica that hangs is found by the cluster's limits."""
+MENDING = 120.0
+"""Seconds for replicas to be mended when the run ends, before their workers are killed."""
 PERIOD = 5.0
 """Seconds between two plans of moves (Laminar, arXiv 2510.12633)."""
 STAY = 16
@@ -81,6 +83,7 @@ class Replicas:
         limits: ReplicaLimits | None = None,
         pull: Callable[[int], Publication] | None = None,
         mend: Callable[[int, WorkerLost], Publication] | None = None,
+        give_up: Callable[[Collection[int]], object] = lambda ranks: None,
     ) -> None:
         """room: samples in flight that a replica takes; scorers: get what has ended; note: is called with the events
         "resume" and "move" of ``runs.events``; version: of the weights under which samples go on that were begun
@@ -88,9 +91,11 @@ class Replicas:
         weights (``rollout.inflight = "finish"``) once none of its samples is in flight, so that each has one version,
         and until then it begins no others; None: weights come between two rounds; mend: replaces the worker of a
         replica that is lost, in a thread of its own, and returns the weights that it has then; it is asked again with
-        the loss of the new worker, and raises what the loop is to hear; None: the loop hears of every loss."""
+        the loss of the new worker, and raises what the loop is to hear; None: the loop hears of every loss; give_up:
+        kills the workers of these ranks, for which ``mend`` takes too long."""
         self.rollout, self.store, self.room, self.scorers = rollout, store, room, scorers
         self.note, self.version, self.limits, self._pull, self._mend = note, version, limits, pull, mend
+        self._give_up = give_up
         self.below: int | None = None
         """The replicas are to forget the tokens of samples below this id."""
         self.moved = self.resumed = 0
@@ -111,7 +116,7 @@ class Replicas:
         """Replicas without a worker."""
         self._torn = list[Flight]()
         """Groups that have ended, and of which rows were lost with a replica."""
-        self._menders = list[threading.Thread]()
+        self._menders = dict[int, threading.Thread]()
         self._changed = threading.Condition()
         self._holds, self._still, self._stopped = 0, True, False
         self._error: BaseException | None = None
@@ -240,14 +245,28 @@ class Replicas:
         return max(0.0, 1.0 - busy / max(spent * len(self._parts), 1e-9))
 
     def stop(self) -> None:
-        """End the rounds; what is in flight is lost."""
+        """End the rounds; what is in flight is lost. EngineError [replicas.mend] for a replica that is being mended
+        even when its worker has been killed for it."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         if self._thread is not None:  # one that hangs for longer asks no replica any more: see ``_part``
             self._thread.join(PATIENCE)
-        for mender in self._menders:  # by the limits of its calls
-            mender.join()
+        if late := self._mending(MENDING):
+            self._give_up([rank for place in late for rank in self._parts[place].mesh.ranks])
+            if late := self._mending(PATIENCE):
+                raise EngineError(
+                    f"replica {late[0]} is being replaced for more than {MENDING + PATIENCE:g} s after the end of the "
+                    "rounds, and its worker was killed for it; start the run again, it continues",
+                    key="replicas.mend",
+                )
+
+    def _mending(self, seconds: float) -> list[int]:
+        """Wait for the replicas that are being mended; return those that still are after some seconds."""
+        until = time.monotonic() + seconds
+        for mender in self._menders.values():
+            mender.join(max(0.0, until - time.monotonic()))
+        return [place for place, mender in self._menders.items() if mender.is_alive()]
 
     def drop(self) -> None:
         """Drop what was in flight, once the rounds have ended, and scores that nobody asks for."""
@@ -508,8 +527,8 @@ class Replicas:
             for flight in flights:
                 if place in flight.places or flight in self._flying[place].values():
                     self._go_again(flight)
-            self._menders.append(threading.Thread(target=self._bring_back, args=(place, error), daemon=True))
-            self._menders[-1].start()
+            self._menders[place] = threading.Thread(target=self._bring_back, args=(place, error), daemon=True)
+            self._menders[place].start()
 
     def _go_again(self, flight: Flight) -> None:
         """Queue a group of which a replica was lost: all of its samples go on from what is logged of them.

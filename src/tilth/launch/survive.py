@@ -122,9 +122,19 @@ class Survival(Callback):
             while (another := self._renew(error, step)) is not None:
                 error = another
 
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Kill these workers, which take too long to be replaced beside others; the recovery replaces them. No other
+        one is replaced until ``watch``."""
+        assert self.cluster.repairable is not None
+        self.cluster.dispatch.apart = ()
+        self._lost.update(ranks)
+        self.cluster.repairable.kill(ranks)
+
     def _renew(self, error: WorkerLost, step: int) -> WorkerLost | None:
         """Replace a worker; return the loss of the new one, if it is lost at once. After anything else that a new
-        worker raises it is half made, and the recovery replaces it."""
+        worker raises it is half made, and the recovery replaces it. Raises the loss once no such worker is watched."""
+        if not set(error.ranks).issubset(self.cluster.dispatch.apart):  # the run recovers, or this was given up
+            raise error
         began, verdict = time.monotonic(), verdict_of(error)
         assert verdict is not None
         verdict = with_cause(verdict)

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests import forked
 from tests.cluster.workers import HERE
 from tests.errors import raises
 from tests.patience import patience
+from tilth.cluster.backends import local
 from tilth.cluster.backends.fork_server import StartedWorker, fork_server
 from tilth.cluster.backends.local import LocalBackend, _listen, environment
 from tilth.cluster.backends.probe import NodeProbe
@@ -519,3 +521,26 @@ def test_a_worker_that_ends_while_it_connects_is_named_with_its_end():
         assert "rank 0" in str(caught.value) and "exit code 3" in str(caught.value)
     finally:
         folder.remove()
+
+
+def test_a_worker_that_is_being_started_can_be_killed(watched, monkeypatch):
+    """Else who waits for it would wait for the limit of a start."""
+    backend, started = watched.cluster.backend, threading.Event()
+
+    def start(*_):
+        process = subprocess.Popen(["sleep", "30"])
+        started.set()
+        return process
+
+    def strike():
+        assert started.wait(60)
+        while backend._processes[1].pid == watched.pids[1]:
+            time.sleep(0.01)
+        backend.kill([1])
+
+    monkeypatch.setattr(local, "start_worker", start)
+    strikes = threading.Thread(target=strike)
+    strikes.start()
+    assert "SIGKILL" in told_by(WorkerLost, lambda: backend.replace([1]), "cluster.start", 1)
+    strikes.join()
+    watched.cluster.dispatch.failed = WorkerLost("it is over", key="over")

@@ -252,7 +252,8 @@ class LocalBackend:
         return {link.rank: link.pid for link in self.links}
 
     def kill(self, ranks: Iterable[int]) -> None:
-        reaper.kill(reaper.running(self.links[rank].pid for rank in ranks))
+        newest = (self._processes.get(rank, self.links[rank]) for rank in ranks)  # it may be about to connect
+        reaper.kill(reaper.running(process.pid for process in newest))
 
     @property
     def files(self) -> None:
