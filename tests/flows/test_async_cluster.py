@@ -210,9 +210,15 @@ def test_a_replica_that_dies_beside_an_update_is_replaced_beside_the_steps(tmp_p
     assert (one["kind"], one["replaced"], one["lost"], one["seconds"]) == ("crash", one["ranks"], 0, 0), one
     assert one["beside"] > 0 and any("the others went on" in line for line in kills.messages), kills.messages
     assert len(read_state(run.directory)["attempts"]) == 1
-    resumed = {e.fields["id"]: e.fields["tokens"] for e in read_events(run.directory / EVENTS) if e.kind == "resume"}
+    events = [*read_events(run.directory / EVENTS)]
+    resumed = {e.fields["id"]: e.fields for e in events if e.kind == "resume"}
     assert len(resumed) == sum(record["samples/resumed"] for record in read_metrics(run.directory)) > 0
-    assert min(resumed.values()) > 0
+    assert min(one["tokens"] for one in resumed.values()) > 0
+    assert min(one["version"] for one in resumed.values()) >= KILLED - 1  # which the living replica has by then
+    ends = {e.fields["id"]: e.fields["versions"] for e in events if e.kind == "finish"}
+    for i, one in resumed.items():
+        begun, now = ends[i][0][0] + one["tokens"], one["version"]
+        assert all(version <= now if at < begun else version >= now for at, version in ends[i]), (one, ends[i])
     check_same(run, tiny.run(made(1), name="again", replay=run.directory))
     forget()
 

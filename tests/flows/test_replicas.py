@@ -23,7 +23,7 @@ from tilth.flows.replicas import Flight, Replicas
 from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad
 from tilth.roles import rollout as roles_rollout
 from tilth.roles.relay import Publication
-from tilth.roles.rollout import Ended
+from tilth.roles.rollout import Ended, Resumed
 
 
 class Part:
@@ -40,7 +40,7 @@ class Part:
         self.seen.append(asked["id"].tolist())
         self.left.update((i, i % 5 + 1) for i in self.seen[-1])
         self.again += [] if again is None else [(self.seen[-1][0], again)]
-        return {i: 3 for i in self.seen[-1]}
+        return {i: Resumed(3, 7) for i in self.seen[-1]}
 
     def advance(self, *, texts):
         assert self.go.wait(60)
@@ -608,7 +608,7 @@ class Moving:
 
     def submit(self, asked, again=None):
         self.rows |= {*asked["id"].tolist()}
-        return dict.fromkeys(asked["id"].tolist(), 5) if self.keeps else {}
+        return dict.fromkeys(asked["id"].tolist(), Resumed(5, 0)) if self.keeps else {}
 
     def give_up(self, ids):
         self.rows -= {*ids}

@@ -427,8 +427,8 @@ class Replicas:
     def _resume(self, place: int, flight: Flight) -> None:
         """Let samples go on from what is known of each; the others begin."""
         found = resolved(self._part(place).submit(flight.asked, again=flight.version))
-        for i, count in found.items():
-            self.note("resume", id=i, tokens=count, version=self.version)
+        for i, one in found.items():
+            self.note("resume", id=i, tokens=one.tokens, version=one.version)
         self.resumed += len(found)
 
     def _repack(self, limits: ReplicaLimits) -> None:
@@ -472,7 +472,8 @@ class Replicas:
             self.note("move", id=i, tokens=count, **{"from": source, "to": target})
         self._flying[target].update(moved)
         asked = concat([one.asked.select(np.isin(one.asked["id"], [*given])) for one in dict.fromkeys(moved.values())])
-        if (found := dict(resolved(self._part(target).submit(asked, again=0)))) != given:
+        found = {i: one.tokens for i, one in resolved(self._part(target).submit(asked, again=0)).items()}
+        if found != given:
             raise DataError(
                 f"replica {source} gave up samples with {given} tokens, and {target} has {found} of them: do all "
                 "workers of the rollout see the directory of the run?",

@@ -58,6 +58,13 @@ class Ended(NamedTuple):
     """First token of each conversation of an episode behind the first one."""
 
 
+class Resumed(NamedTuple):
+    """How a sample goes on: behind the first ``tokens`` of its completion, under this ``version`` of the weights."""
+
+    tokens: int
+    version: int
+
+
 class Aside(NamedTuple):
     """Samples in flight, and others that have ended, of ``RolloutWorker.set_aside``, and how both are drawn."""
 
@@ -176,12 +183,12 @@ class RolloutWorker:
         since: int | None = None,
         again: int | None = None,
         stops: Mapping[int, int] | None = None,
-    ) -> dict[int, int]:
+    ) -> dict[int, Resumed]:
         """Take a sample for each row (columns id, group, prompt; payload prompt_tokens), or an episode (payload info).
 
         since: step at whose end the samples with ``carried`` 1 paused; they go on. Each sample then gets
         ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them. again: samples go on from
-        the tokens that the log has of them (``log_to``), of this version or newer ones; return their numbers by sample.
+        the tokens that the log has of them (``log_to``), of this version or newer ones; return how, by sample.
         stops: request (``episodes.conversation_id``) -> tokens with which its sample pauses, with those before the
         completion.
         """
@@ -199,7 +206,9 @@ class RolloutWorker:
         if self._log is not None:
             self._log.stops, self._log.peak = stops or {}, 0
         known = self._go_on(carried, self._episodes(fresh) if self._plays else [], again=again)
-        return known if self._plays else self._submit(self._requests(fresh), again=again)
+        if not self._plays:
+            known = self._submit(self._requests(fresh), again=again)
+        return {i: Resumed(count, self.engine.version) for i, count in known.items()}
 
     @transfer(split="rows", gather="merge", over=("dp",))
     def run_ahead(self, asked: Batch) -> dict[str, Any]:

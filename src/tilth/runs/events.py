@@ -49,8 +49,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind -> its fields. versions, opened: of ``Trajectory``; length: tokens so far, with the prompt; checksum:
 ``experience.identity`` of the tokens; batch: the step, from 1; replica: place along dp of one that takes weights in
 its own time; tokens of "drop": that the policy chose, None before its end. A sample goes on with its first ``tokens``
-tokens of completion: "resume", after a failure or in a new process that began with this ``version``; "move", from one
-replica to another, by their places."""
+tokens of completion: "resume", after a failure or in a new process, under this ``version``; "move", from one replica
+to another, by their places."""
 PLACES = ("cluster", "guard", "rollout.environments", "rollout.layout", "rollout.pool", "rollout.repack")
 """Keys that may differ where a run is replayed."""
 REPLAY = "replay"
