@@ -1,6 +1,7 @@
 """The engine says what a naive generator says, whatever is in the batch and whatever happens on the way."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -171,6 +172,25 @@ def test_a_sequence_goes_on_in_another_engine_with_its_kv():
             second.resume(begun, request.params, kv=kv)
             check([finish(second)[request.id]], [request])
             assert second.stats().prefilled_tokens == before + 1
+
+
+@pytest.mark.parametrize("ends", ["aborted", "computed"])
+def test_kv_that_is_given_is_dropped_with_its_request(ends):
+    """Also if it is aborted before it has a row, or its prompt has another sequence."""
+    first, second = make_engine(MODEL), make_engine(MODEL)
+    request = Request(0, np.arange(20), SamplingParams(max_tokens=9, temperature=0.0))
+    first.submit([request])
+    while not first.running:
+        first.poll()
+    begun, kv = first.export(0)
+    for id in (0, 1):
+        second.resume(replace(begun, id=id), request.params, kv=kv)
+    if ends == "aborted":
+        second.abort(0)
+        second.abort(1)
+    else:
+        finish(second)
+    assert not second._tails and not second.pending
 
 
 def test_kv_of_other_shapes_or_weights_is_refused():

@@ -320,6 +320,8 @@ class Engine(GenerationEngine):
                 message = f"trajectory {trajectory} is not in flight, so it cannot be aborted"
                 raise DataError(message, key="trajectory")
             answer = self._vacate(*found)
+        else:
+            self._tails.pop(trajectory, None)
         return self._finish(answer, "aborted")
 
     def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
@@ -514,7 +516,7 @@ class Engine(GenerationEngine):
 
     def _take_tail(self, prompt: PrefillJob) -> None:
         """Use the kept tail of the only sequence of a prompt, if it has one."""
-        tail = self._tails.pop(prompt.answers[0].request.id, None)
+        tail, *_ = [self._tails.pop(answer.request.id, None) for answer in prompt.answers]
         if (
             tail is not None
             and len(prompt.answers) == 1
