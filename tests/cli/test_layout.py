@@ -71,6 +71,16 @@ def test_it_fits_a_hundred_columns(overrides):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_the_plan_is_that_of_the_device_that_a_run_takes(monkeypatch):
+    asked, wanted = ["addition-grpo", *SMALL, "train.device=auto"], ["addition-grpo", *SMALL, "train.device=cuda"]
+    assert "auto is a CPU here" in printed(*asked) and as_json(*asked)["device"] == "cpu"
+    gpu = as_json(*wanted)["ranks"]
+    assert gpu != as_json(*asked)["ranks"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("tilth.launch.build._gpus", lambda recipe: [])
+    assert as_json(*asked)["ranks"] == gpu and "a CPU here" not in printed(*asked)
+
+
 def test_ranks_with_their_coordinates_and_groups():
     text = printed("addition-grpo", *SMALL, *FOUR, *BOTH)
     assert "0, 2 | 1, 3" in text and "0-1 | 2-3" in text and "publish" in text

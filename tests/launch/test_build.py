@@ -3,10 +3,11 @@
 import pytest
 
 from tests.flows import tiny
+from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.launch import life
+from tilth.launch import build, life
 from tilth.launch.build import _short, all_lengths
 
 
@@ -22,6 +23,17 @@ from tilth.launch.build import _short, all_lengths
 def test_calls_are_balanced_as_the_recipe_says(tmp_path, sections, by):
     with life._cluster(tiny.recipe(tmp_path, **sections), None) as cluster:
         assert cluster.balance.by == by and cluster.balance.measures
+
+
+@pytest.mark.parametrize(("there", "device"), [(False, "cpu"), (True, "cuda")])
+def test_workers_plan_for_the_device_that_auto_has(tmp_path, monkeypatch, there, device):
+    """What a worker predicts, as the activations that it offloads, is of the device on which it computes."""
+    recipe, found = tiny.recipe(tmp_path), []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    monkeypatch.setattr(build, "_gpus", lambda recipe: [])
+    monkeypatch.setattr(build, "make_roles", lambda cluster, meshes, given: found.append(given["recipe"]))
+    parts = build.build(recipe, recipe_prompts(recipe), None, tiny.inline())
+    assert found[0].train.device == device and parts.recipe.train.device == "auto"
 
 
 def test_lengths_of_samples_are_those_of_the_tools_that_their_template_lists(tmp_path):

@@ -18,7 +18,7 @@ from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.roles import roles_of
 from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
-from tilth.launch.build import judged, resolved, rooms
+from tilth.launch.build import judged, rooms
 from tilth.launch.planning import chosen_device, described, described_models, searched, with_found_layouts
 from tilth.launch.rewards import generating, named_reward
 from tilth.plan.fit import MemoryUse, places
@@ -28,7 +28,7 @@ from tilth.plan.search import STAGES, SearchResult
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import GroupTraffic, tokens_of_rank, traffic, work
-from tilth.plan.working import total
+from tilth.plan.working import total, with_device
 from tilth.ui import format
 
 SHOWN = 32  # most workers in the tables; ``--json`` has all
@@ -51,6 +51,8 @@ class Plan:
     talks: list[GroupTraffic]
     places: list[MemoryUse]
     told: list[str]
+    device: str
+    """The planned device: ``train.device``, and of ``auto`` that of this machine."""
 
 
 def show(options: LayoutCommand, recipe: Recipe) -> None:
@@ -81,7 +83,7 @@ def look(recipe: Recipe) -> Plan:
     shape, longest, vocabulary = described(recipe)
     others = described_models(recipe)
     predicted = partial(per_rank, shape=shape, longest=longest, generates=generates, loaded=others)
-    here = resolved(recipe)
+    here = with_device(recipe)
     workers, (host, gpus) = predicted(here), rooms(here)
     refused, told = judged(here, longest, predicted, host, gpus)
     told = [f"it cannot run here: {refused}"] if refused else told
@@ -89,7 +91,7 @@ def look(recipe: Recipe) -> Plan:
         placed.pop("reward", None)
         workers = [replace(one, seats=tuple(seat for seat in one.seats if seat.role in placed)) for one in workers]
     talks, found = traffic(recipe, shape, longest, generates=generates), places(here, workers, host, gpus)
-    return Plan(recipe, shape, longest, vocabulary, placed, workers, talks, found, told)
+    return Plan(recipe, shape, longest, vocabulary, placed, workers, talks, found, told, here.train.device)
 
 
 # ---- JSON ----
@@ -98,7 +100,8 @@ def look(recipe: Recipe) -> Plan:
 def as_object(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, in bytes and tokens."""
     return {
-        "backend": plan.recipe.cluster.backend, "workers": len(plan.workers), "parameters": parameters(plan.shape),
+        "backend": plan.recipe.cluster.backend, "device": plan.device, "workers": len(plan.workers),
+        "parameters": parameters(plan.shape),
         "vocabulary": plan.shape.vocab_size, "longest": plan.longest,
         "roles": {role: _role(plan, p) for role, p in plan.placed.items()},
         "ranks": [{"rank": one.rank, "roles": [_seat(seat) for seat in one.seats], "memory": one.memory.by_name(),
@@ -131,6 +134,8 @@ def _seat(seat: Seat) -> dict[str, Any]:
 def tables(plan: Plan) -> list[Table | str]:
     """Return the tables and lines of the plan."""
     backend = f"{format.count(len(plan.workers), 'worker')}, backend {plan.recipe.cluster.backend}"
+    if plan.device == "cpu" and plan.recipe.train.device == "auto":
+        backend += "; train.device = auto is a CPU here: train.device=cuda would plan GPUs"
     whole, active = parameters(plan.shape), parameters(plan.shape, active=True)
     active_part = f" ({active:,} active)" if active < whole else ""
     model = f"model: {whole:,} parameters{active_part}, vocabulary {plan.shape.vocab_size:,} ({plan.vocabulary})"

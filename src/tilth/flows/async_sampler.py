@@ -31,6 +31,7 @@ from tilth.flows.sampler import Sampler, StepSamples
 from tilth.flows.weight_sync import Publisher
 from tilth.plan.memory import kv_tokens
 from tilth.plan.repack import ReplicaLimits
+from tilth.plan.working import with_device
 from tilth.roles.relay import Publication
 from tilth.roles.rollout import Ended, ask
 from tilth.runs.events import AsyncLog, repeats
@@ -265,7 +266,7 @@ class AsyncSampler(Sampler):
             most = max(1, self._rewards_of_call(self.recipe.rollout.prompts * self._group) // 2)
             scorers = self._scorers(rollout, self.roles.reward, most)
             r, threaded = self.recipe.rollout, self.recipe.cluster.backend != "inline"
-            holds = ReplicaLimits(kv_tokens(self.recipe), r.max_rows)
+            holds = ReplicaLimits(kv_tokens(with_device(self.recipe)), r.max_rows)
             mends: dict[str, Any] = {}
             if self._repair is not None and self._may_mend(rollout, self._repair):
                 mends = {"mend": self._mend, "give_up": self._repair.give_up}

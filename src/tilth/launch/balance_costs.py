@@ -20,11 +20,12 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import make_folder, writing
 from tilth.flows.callbacks import Callback, RunView
-from tilth.launch.build import RunParts, resolved
+from tilth.launch.build import RunParts
 from tilth.models.config import DecoderConfig
 from tilth.plan.cost_fit import error, fit_compute
 from tilth.plan.costs import LEARN, Compute, Costs, Error, as_dict, load_costs, save_costs
 from tilth.plan.offload import OffloadLimits
+from tilth.plan.working import with_device
 from tilth.runs.costs import COSTS, CostFit, measured_file, read_costs, read_rates, record_costs, record_rates
 
 ENOUGH = 50
@@ -131,7 +132,7 @@ def described(fit: CostFit) -> str:
 
 def cached(recipe: Recipe, config: DecoderConfig) -> Path:
     """Return the file of a model's costs on this machine in the folder of runs; other costs have another name."""
-    recipe = resolved(recipe)
+    recipe = with_device(recipe)
     return measured_file(
         recipe.run.dir,
         "costs",

@@ -53,6 +53,7 @@ from tilth.plan.memory import DRAFTER, on_many_machines
 from tilth.plan.packing import divide
 from tilth.plan.schedule import ranks_held
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
+from tilth.plan.working import with_device
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.model_refs import find_checkpoint, split_spec
 from tilth.runs.models import (
@@ -181,7 +182,7 @@ def build(
             "data.template=model writes conversations"
         )
     compiled = compiled or {}
-    recipe, eager = possible(recipe, resolved(recipe).train.device, compiled)
+    recipe, eager = possible(recipe, with_device(recipe).train.device, compiled)
     data.notes += eager
     planned = partial(
         plan_run,
@@ -192,12 +193,12 @@ def build(
         generates=generates,
         loaded=shapes,
     )
-    plan = planned(resolved(recipe))
-    for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
+    plan = planned(with_device(recipe))
+    for text in check_fits(with_device(recipe), planned, *rooms(with_device(recipe))):
         warn(text)
     recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(data.train)))
     if recipe.train.compile == "auto":
-        choice = choose(resolved(recipe), config, plan, compiled.get("train"))
+        choice = choose(with_device(recipe), config, plan, compiled.get("train"))
         recipe = recipe.replaced("train", compile=choice.compiled)
         data.notes.append(f"train.compile = auto: {choice.why}")
     if missing := _kernels_missing(recipe, generates=generates):
@@ -212,7 +213,7 @@ def build(
     check_mixture(recipe, data.train)
     places = place(recipe, generates=generates)
     check_units(recipe, (placed.mesh for placed in places.values()), plan.longest)
-    given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **data.given}
+    given = {"recipe": rooted(with_device(recipe)), "config": config, "tokenizer": tokenizer, **data.given}
     if pool is not None:
         given["pool"] = pool
     else:
@@ -229,7 +230,7 @@ def _kernels_missing(recipe: Recipe, *, generates: bool) -> str:
     used = recipe.train.precision == "fp32" and (generates or recipe.train.parity)
     if recipe.cluster.backend == "inline" or on_many_machines(recipe) or not used:
         return ""
-    return row_product.missing() if resolved(recipe).train.device == "cpu" else ""
+    return row_product.missing() if with_device(recipe).train.device == "cpu" else ""
 
 
 def check_units(recipe: Recipe, meshes: Iterable[Mesh], longest: int) -> None:
@@ -591,13 +592,6 @@ def model_config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenize
 # ---- the memory of this machine, compared with the plan ----
 
 Planner = Callable[[Recipe], RunPlan]
-
-
-def resolved(recipe: Recipe) -> Recipe:
-    """Return the recipe with the device type that ``train.device=auto`` resolves to."""
-    if recipe.train.device != "auto":
-        return recipe
-    return recipe.replaced("train", device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_fits(recipe: Recipe, planned: Planner, host: Room | None, gpus: Sequence[Room] = ()) -> list[str]:

@@ -12,7 +12,6 @@ from tilth.config.parts import LayoutConfig
 from tilth.config.schema import Recipe
 from tilth.core.layout import Mesh
 from tilth.launch.balance_costs import CACHED, cached
-from tilth.launch.build import resolved
 from tilth.launch.planning import published
 from tilth.models.config import DecoderConfig
 from tilth.plan.batch import RankLoad, RowCosts
@@ -21,6 +20,7 @@ from tilth.plan.mapping import Option
 from tilth.plan.schedule import Balance
 from tilth.plan.search import STAGES, SearchInput, StepCosts, policy_options
 from tilth.plan.shape import token_flops
+from tilth.plan.working import with_device
 
 BEST = 4
 """Other layouts that are shown, the fastest ones."""
@@ -67,7 +67,7 @@ class BalanceReport:
 
 def balance_report(recipe: Recipe, config: DecoderConfig, steps: Sequence[np.ndarray]) -> BalanceReport:
     """Report on the lengths of the sequences of some steps, int64 [n] each."""
-    recipe = resolved(recipe)
+    recipe = with_device(recipe)
     source, costs = known_costs(recipe, config)
     every = np.concatenate(steps)
     of_rows = costs.rows(ROLE) if costs is not None else flop_seconds(recipe, config)

@@ -22,7 +22,7 @@ from tilth.data.prompts import PromptSet
 from tilth.data.records import wholes_of
 from tilth.data.template import data_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.launch.build import Dataset, PretrainTexts, resolved
+from tilth.launch.build import Dataset, PretrainTexts
 from tilth.launch.rewards import generating
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
@@ -33,6 +33,7 @@ from tilth.plan.devices import DEVICES, DeviceType, device_type
 from tilth.plan.memory import DRAFTER
 from tilth.plan.search import SearchInput, SearchResult, find_mapping
 from tilth.plan.shape import DecoderShape
+from tilth.plan.working import with_device
 from tilth.runs.models import LoadedModel, choose_tokenizer, load_drafter, load_model, models_of_roles
 from tilth.training.rate import measured_flops, memory_bandwidth
 
@@ -156,7 +157,7 @@ def with_found_layouts(recipe: Recipe, given: Dataset | None = None) -> tuple[Re
     Published constants decide, so that the same command finds the same again and continues its run.
     """
     n = recipe.cluster.workers
-    found = searched(recipe, published(resolved(recipe), n), n, given, whole=True)
+    found = searched(recipe, published(with_device(recipe), n), n, given, whole=True)
     return found.recipe, f"cluster.search: {summary(found)}"
 
 
@@ -190,7 +191,7 @@ def chosen_device(name: str, recipe: Recipe, devices: int) -> DeviceType:
     """
     if name != HERE:
         return device_type(name)
-    recipe = resolved(recipe)
+    recipe = with_device(recipe)
     device = torch.device("cuda" if recipe.train.device.startswith("cuda") else "cpu")
     base = published(recipe, devices)
     peak = measured_flops(device, torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32)

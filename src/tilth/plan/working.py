@@ -160,8 +160,17 @@ def element_of(recipe: Recipe) -> int:
     return 2 if recipe.train.precision == "bf16" else FP32
 
 
+def with_device(recipe: Recipe) -> Recipe:
+    """Return the recipe with the device type that ``train.device=auto`` has on this machine."""
+    if recipe.train.device != "auto":
+        return recipe
+    import torch  # where a recipe leaves it open
+
+    return recipe.replaced("train", device="cuda" if torch.cuda.is_available() else "cpu")
+
+
 def on_gpu(recipe: Recipe) -> bool:
-    """True if the recipe names a GPU; the device of ``auto`` is unknown here."""
+    """True if the recipe names a GPU; the device of ``auto`` is that of ``with_device``."""
     return recipe.train.device.startswith("cuda")
 
 
