@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.models.tiny import FAMILIES
 from tilth.config.load import load_recipe
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
@@ -261,6 +262,20 @@ def test_a_cache_on_a_gpu_is_the_larger_of_pages_and_slots(monkeypatch, keys, si
             found.append({item.name: item.bytes for item in need.held}[f"{name}KV cache"])
     assert min(slots) > 0
     assert [size == 1 << 60 for size in pages] == [may, may or "rollout.speculate=suffix" in keys]
+
+
+def test_a_judge_that_grades_in_parity_mode_keeps_whole_keys_and_values():
+    """Where a family has latents, the engine's cache holds those outside of parity mode."""
+    grading = ["flow=grpo", "reference.path=", "judge.path=x", 'judge.rubric="{completion}"', "train.parity=true"]
+    cut = whole(FAMILIES["deepseek-v3"])
+
+    def cache(*keys):
+        held = judge_need(load_recipe("addition-grpo", [*grading, *keys]), cut, 48).held
+        return next(item.bytes for item in held if item.name == "judge's KV cache")
+
+    assert cache() > cache("train.parity=false", "train.device=cuda")
+    assert cache() == cache("train.parity=false")
+    assert cache() > cache('judge.rubric=""', "flow=fapo")
 
 
 def test_a_judge_counts(tmp_path):

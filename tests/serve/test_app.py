@@ -20,8 +20,12 @@ import uvicorn
 from tests.errors import raises
 from tests.patience import patience
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
+from tilth.config.schema import ModelConfig
 from tilth.core.errors import DataError, WorkerError
+from tilth.core.memory import Room
 from tilth.engines.completion import RequestError
+from tilth.models.family import new_config
+from tilth.plan.shape import kv_bytes, parameters
 from tilth.process.access import AddressError, PatientProtocol, check_address, listen
 from tilth.runs.models import load_model
 from tilth.serve import start
@@ -35,6 +39,19 @@ TOKEN = "a secret"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("served"))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_cache_of_a_server_leaves_memory_for_passes(monkeypatch, gpu):
+    """All rows at their longest, if half of what is free beside the weights holds them, and one in any case."""
+    config = new_config(ModelConfig(context=256), 64)
+    token, weights = kv_bytes(config, 2 if gpu else 4), 2 * parameters(config) * gpu
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    for tokens, wanted in ((10**6, start.ROWS * 256), (2000, 1000), (0, 256)):
+        room = Room(1 << 40, weights + tokens * token, "this machine")
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda room=room: (room.free, room.total))
+        monkeypatch.setattr(start, "host_memory", lambda room=room: room)
+        assert start.kv_capacity(config) == wanted
 
 
 @pytest.fixture(scope="module")

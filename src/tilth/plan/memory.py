@@ -174,7 +174,7 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
         cut = cut._replace(elements=cut.elements - _shared(cut, recipe.policy.layout.tp // r.layout.tp))
     names = "engine's copy of the weights", "KV cache"
     records = recipe.train.routing != "own" and recipe.flow_spec.samples
-    how = {"drafts": r.speculate != "off", "routing": records}
+    how = {"parity": recipe.train.parity, "drafts": r.speculate != "off", "routing": records}
     needs = [
         _beside_drafts(recipe, cut, asked, _engine_need(recipe, cut, r.layout.tp, asked, names, **how))
         for asked in most
@@ -248,7 +248,9 @@ def judge_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     rows = -(-r.prompts * r.group // cut.ranks)
     capacity = r.max_rows * round_up(positions, _block(recipe))
     asked = _asked(recipe, rows, 1, most, recipe.judge.max_tokens, positions, capacity)
-    return _engine_need(recipe, cut, recipe.judge.layout.tp, asked, ("judge's weights", "judge's KV cache"))
+    names, layout = ("judge's weights", "judge's KV cache"), recipe.judge.layout
+    whole = layout.tp * layout.ep == 1 and r.engine == "native"
+    return _engine_need(recipe, cut, layout.tp, asked, names, parity=recipe.grades and whole and not on_gpu(recipe))
 
 
 def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, context: int, capacity: int) -> EngineDemand:
@@ -263,15 +265,17 @@ def _engine_need(
     asked: EngineDemand,
     names: tuple[str, str],
     *,
+    parity: bool,
     drafts: bool = False,
     routing: bool = False,
 ) -> Need:
-    """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache. drafts: it speculates;
-    routing: it keeps the experts of each token. On a GPU its cache is the larger of pages and slots."""
+    """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache. parity: it has the
+    trainer's bits; drafts: it speculates; routing: it keeps the experts of each token. On a GPU its cache is the larger
+    of pages and slots."""
     element, (weights, cache) = element_of(recipe), names
-    sizes = {"fixed": on_gpu(recipe), "routing": routing, "latent": not recipe.train.parity}
+    sizes = {"fixed": on_gpu(recipe), "routing": routing, "latent": not parity}
     held, besides = kv_cache(cut.shape, asked, element, **sizes)
-    plain = not drafts and not (routing and cut.shape.num_experts)
+    plain = not (parity or drafts) and not (routing and cut.shape.num_experts)
     if plain and _block(recipe) == PAGE and pages_fit(cut.shape) and torch_has_pages():  # which GPU it is, nobody knows
         held, besides = max((held, besides), paged_cache(cut.shape, asked, element), key=sum)
     working = generation(recipe, cut.shape, asked, element, vocab=cut.shape.vocab_size * tp)

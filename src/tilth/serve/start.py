@@ -21,9 +21,10 @@ from tilth.engines.client import EngineClient
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine
 from tilth.models import row_product
+from tilth.models.config import DecoderConfig
 from tilth.models.hub import is_hub_id
 from tilth.models.peft import load_adapter
-from tilth.plan.shape import kv_bytes
+from tilth.plan.shape import kv_bytes, parameters
 from tilth.process.access import check_address, listen
 from tilth.runs.models import LoadedModel, load_model, make_engine, wants_tokenizer
 from tilth.serve.app import Guarded, HttpServer, new_app
@@ -34,7 +35,7 @@ from tilth.serve.openai import OpenAI
 ROWS = 64
 """Completions that are decoded at once; further ones wait."""
 SHARE = 0.5
-"""Share of the memory that is free at the start which the KV cache may take on a CPU."""
+"""Share of the memory that is free at the start which the KV cache may take; the rest is for passes over tokens."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,27 @@ def _room(
     gpu = torch.cuda.is_available() and options.backend != "inline"
     if options.backend == "local" and not torch.cuda.is_available() and (missing := row_product.missing()):
         print(f"tilth: {missing}", file=sys.stderr)  # nobody reads what its worker prints
-    length = loaded.config.max_positions
-    fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
-    make = partial(serving_engine, model, max(min(ROWS * length, fits), length), options.fast)
+    make = partial(serving_engine, model, options.fast)
     return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make)
 
 
-def serving_engine(model: str, kv_tokens: int, fast: bool = False) -> GenerationEngine:
+def kv_capacity(config: DecoderConfig) -> int:
+    """Return the tokens of a server's KV cache: ``ROWS`` whole completions, or those for which this process finds
+    memory beside the weights, bf16 on a GPU, but one completion at least."""
+    gpu, length = torch.cuda.is_available(), config.max_positions
+    free = torch.cuda.mem_get_info()[0] - 2 * parameters(config) if gpu else host_memory().free
+    fits = int(free * SHARE / kv_bytes(config, 2 if gpu else 4))
+    return max(min(ROWS * length, fits), length)
+
+
+def serving_engine(model: str, fast: bool = False) -> GenerationEngine:
     """Return the engine of a server's worker. On a CPU its completions depend on their requests alone, bit for bit,
     unless it is fast."""
     loaded = load_model(model)
     native = loaded.settings.get("rollout", {}).get("engine", "native") == "native"
     options = EngineOptions(
         max_rows=ROWS,
-        kv_tokens=kv_tokens,
+        kv_tokens=kv_capacity(loaded.config),
         parity=native and not fast and not torch.cuda.is_available(),
         padded=not fast,
     )
