@@ -518,6 +518,29 @@ def test_cut_off(tmp_path, suffix):
     fails(path, path.name)
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_damaged_stream_behind_others(tmp_path, suffix):
+    """As parallel compressors write files: nothing may end the records where a stream does."""
+    path = tmp_path / f"d.jsonl{suffix}"
+    streams = []
+    for record in RECORDS:
+        write_lines(path, [record], compressed(suffix))
+        streams.append(path.read_bytes())
+    path.write_bytes(b"".join(streams))
+    assert read(path) == RECORDS
+    for head in (b"?", b"\0"):
+        path.write_bytes(streams[0] + head + streams[1][1:] + streams[2])
+        fails(path, path.name)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+def test_padding_between_streams(tmp_path, suffix):
+    path = tmp_path / f"d.jsonl{suffix}"
+    write_lines(path, RECORDS, compressed(suffix))
+    path.write_bytes((path.read_bytes() + bytes(1 << 18)) * 2)
+    assert read(path) == RECORDS * 2
+
+
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow", "stream.arrow"])
 def test_cut_off_table(tmp_path, name):
     WRITERS[name](tmp_path / name, [{"prompt": f"{i * i}"} for i in range(5000)])

@@ -39,6 +39,7 @@ _VERSIONS = "_versions"
 """Folder of a dataset of Lance."""
 _SCAN: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _LINE_ENDS = ("\n", "\r\n", "")
+_BLOCK = 1 << 16
 _LONGEST = 4096
 """Most characters of a path."""
 _DAMAGE = EOFError, zlib.error, lzma.LZMAError, pa.ArrowInvalid
@@ -182,7 +183,48 @@ def _zstd(path: Path, mode: str) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
 
 
-_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+class _Streams(io.RawIOBase):
+    """Decompressed bytes of streams, as many as a file has. ``bz2.open`` and ``lzma.open`` end at what follows a stream
+    and is none, so that a damaged head drops all streams behind it."""
+
+    def __init__(self, path: Path, new: Callable[[], Any]) -> None:
+        self._file, self._new = path.open("rb"), new
+        self._decoder = new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = b""
+        while not found:
+            given = b""
+            if self._decoder.eof:
+                given = self._decoder.unused_data.lstrip(b"\0")  # streams may be padded
+                while not given and (block := self._file.read(_BLOCK)):
+                    given = block.lstrip(b"\0")
+                if not given:
+                    return 0
+                self._decoder = self._new()
+            elif self._decoder.needs_input and not (given := self._file.read(_BLOCK)):
+                raise EOFError("the file ends before its compressed stream does")
+            found = self._decoder.decompress(given, len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _bz2(path: Path, mode: str) -> BinaryIO:
+    return cast(BinaryIO, _Streams(path, bz2.BZ2Decompressor))
+
+
+def _xz(path: Path, mode: str) -> BinaryIO:
+    return cast(BinaryIO, _Streams(path, lzma.LZMADecompressor))
+
+
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": _bz2, ".xz": _xz, ".zst": _zstd}
 _COMPRESSIBLE = "JSON, CSV or text with " + ", ".join(_OPEN)
 
 
