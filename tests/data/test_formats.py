@@ -542,6 +542,18 @@ def test_padding_between_streams(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow", "stream.arrow"])
+def test_a_column_that_a_table_has_twice(tmp_path, name):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"])
+    if name == "d.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        open_ipc = pa.ipc.new_file if name == "d.arrow" else pa.ipc.new_stream
+        with open_ipc(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    fails(tmp_path / name, f"{name}.prompt")
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow", "stream.arrow"])
 def test_cut_off_table(tmp_path, name):
     WRITERS[name](tmp_path / name, [{"prompt": f"{i * i}"} for i in range(5000)])
     content = (tmp_path / name).read_bytes()

@@ -372,10 +372,15 @@ def _header(names: list[str], separator: str, where: str) -> list[str]:
     if len(names) == 1 and other:
         message = f"one column, {names[0][:60]!r}; its values must be separated by {separator!r}"
         raise RecordError.at(message, where, key="separator")
+    _check_names(names, where)
+    return names
+
+
+def _check_names(names: list[str], where: str) -> None:
+    """Raise ``RecordError`` for a column that is there twice: a record has one of each name."""
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
         raise RecordError.at(f"the column {twice!r} is there twice", where, key=twice)
-    return names
 
 
 def _named(names: list[str], row: list[str], where: str) -> Record:
@@ -390,7 +395,7 @@ def _named(names: list[str], row: list[str], where: str) -> Record:
 def _parquet(path: Path) -> Iterator[Placed]:
     with pq.ParquetFile(path) as file:
         check_parquet(path, file)
-        yield from _rows(path, file.iter_batches(batch_rows(path, file)))
+        yield from _rows(path, file.schema_arrow, file.iter_batches(batch_rows(path, file)))
 
 
 def _lance(path: Path) -> Iterator[Placed]:
@@ -417,12 +422,14 @@ def _arrow(path: Path) -> Iterator[Placed]:
             raise DataError(message, key=f"{path.name}.version")
         if magic == b"ARROW1":
             file = pa.ipc.open_file(mapped)
-            yield from _rows(path, (file.get_batch(i) for i in range(file.num_record_batches)))
+            yield from _rows(path, file.schema, (file.get_batch(i) for i in range(file.num_record_batches)))
         else:
-            yield from _rows(path, pa.ipc.open_stream(mapped))
+            stream = pa.ipc.open_stream(mapped)
+            yield from _rows(path, stream.schema, stream)
 
 
-def _rows(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Placed]:
+def _rows(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[Placed]:
+    _check_names(schema.names, str(path))
     for number, row in enumerate(rows_of(batches, Budget(path)), 1):
         yield f"{path} row {number}", row
 
