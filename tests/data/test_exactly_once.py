@@ -80,10 +80,10 @@ def by_hand(records, part, seed):
     """Text and info of each prompt, one record at a time."""
     found = []
     for sample, record in enumerate(records):
-        words = f"{seed} {part.name} {sample}".encode()
-        key = int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "little")
 
-        def call(name, given, key=key):
+        def call(name, given, use="", sample=sample):
+            words = f"{seed} {part.name} {sample}{use}".encode()
+            key = int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "little")
             function = FUNCTIONS[name]
             more = [np.random.Generator(np.random.Philox(key=key))] * (function.__code__.co_argcount - 1)
             return function(given, *more)
@@ -92,7 +92,7 @@ def by_hand(records, part, seed):
             continue
         record = json.loads(json.dumps(record))
         try:
-            if part.filter and not call(part.filter, record):
+            if part.filter and not call(part.filter, json.loads(json.dumps(record)), " filter"):
                 continue
             record = call(part.transform, record) if part.transform else record
         except ValueError:

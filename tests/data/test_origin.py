@@ -33,6 +33,18 @@ def shout(record):
 def noisy(record, random):
     return {**record, "prompt": record["prompt"] + str(random.integers(10**9))}
 
+@tilth.transform("greedy")
+def greedy(record):
+    return bool(record.pop("prompt"))
+
+@tilth.transform("half")
+def half(record, random):
+    return random.random() < 0.5
+
+@tilth.transform("number")
+def number(record, random):
+    return {"prompt": str(random.random())}
+
 @tilth.transform("fails")
 def fails(record):
     if record["prompt"] == "b":
@@ -88,6 +100,14 @@ def test_random_numbers_are_those_of_seed_source_and_sample(plugin, letters):
     assert set(one).isdisjoint(texts(mixed(plugin, {**part, "name": "y"}), seed=1))
     few = texts(mixed(plugin, {**part, "filter": "short"}), seed=1)  # the filter moves no sample's numbers
     assert few == [text for text in one if not text.startswith("ccc")]
+
+
+def test_a_filter_decides_and_changes_nothing(plugin, letters):
+    """Neither the record nor the random numbers of the transform behind it."""
+    part = {"name": "x", "source": letters, "transform": "noisy"}
+    assert texts(mixed(plugin, {**part, "filter": "greedy"})) == texts(mixed(plugin, part))
+    halves = texts(mixed(plugin, {"name": "x", "source": letters, "filter": "half", "transform": "number"}))
+    assert len(halves) < 5 and any(float(text) >= 0.5 for text in halves)  # what the filter saw of them was less
 
 
 @pytest.mark.parametrize("always_stored", [False, True])
@@ -342,6 +362,7 @@ ONE = {"name": "a", "source": "x.jsonl"}
         ({"mixture": [{**ONE, "weight": 0.0}]}, "data.mixture.weight"),
         ({"mixture": [{**ONE, "schedule": {"0": 0.0, "5": 1.0}}]}, "data.mixture.weight"),
         ({"mixture": [{**ONE, "weight": -1.0}]}, "data.mixture.0.weight"),
+        ({"mixture": [{**ONE, "weight": 1e308}, {**ONE, "name": "b", "weight": 1e308}]}, "data.mixture.weight.large"),
         ({"mixture": [{**ONE, "schedule": {"5": 1.0}}]}, "data.mixture.0.schedule"),
         ({"mixture": [{**ONE, "schedule": {"x": 1.0}}]}, "data.mixture.0.schedule.x"),
         ({"mixture": [{**ONE, "wieght": 1.0}]}, "data.mixture.0.wieght"),
@@ -358,7 +379,10 @@ def test_mistakes_in_a_mixture(data, key):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("more", [{"policy": {"layout": {"hdp": 2}}}, {"train": {"offload": "auto"}}])
+CRITIC = {"flow": "ppo", "critic": {"layout": {"hdp": 2}}}
+
+
+@pytest.mark.parametrize("more", [{"policy": {"layout": {"hdp": 2}}}, CRITIC, {"train": {"offload": "auto"}}])
 def test_samples_that_are_alone_fill_no_rank(more):
     with raises(RecipeError, "data.packing"):
         from_dict({"data": {"packing": "none"}, "reward": {"function": "exact"}, **more})

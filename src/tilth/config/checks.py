@@ -479,8 +479,10 @@ def _mixture(recipe: Recipe) -> Refusals:
     data, names = recipe.data, [part.name for part in recipe.data.mixture]
     if data.packing == "concat" and recipe.flow_spec.learns != "documents":
         yield "data.packing", f"cuts documents, and flow = {recipe.flow} learns from whole samples; use fit or none"
-    if data.packing == "none" and recipe.policy.layout.hdp > 1:
-        yield "data.packing", f"leaves samples alone, and layout.hdp = {recipe.policy.layout.hdp} packs them; use fit"
+    for role, layout in learners(recipe).items() if data.packing == "none" else ():
+        if layout.hdp > 1:
+            how = f"{ROLES[role].key}.layout.hdp = {layout.hdp}"
+            yield "data.packing", f"leaves samples alone, and {how} packs them; use fit"
     if data.packing == "none" and recipe.train.offload == "auto":
         yield "data.packing", "leaves no room that train.offload = auto compares a sample with; use fit, or a share"
     if data.loaders and recipe.flow_spec.learns == "documents":
@@ -499,6 +501,9 @@ def _mixture(recipe: Recipe) -> Refusals:
     if data.mixture and not any(part.weight * part.schedule.get("0", 1.0) for part in data.mixture):
         message = f"the weights of data.mixture ({', '.join(names)}) sum to 0 at the start; give one more than 0"
         yield RecipeError(message, key="data.mixture.weight")
+    if not math.isfinite(sum(part.weight * max(part.schedule.values(), default=1.0) for part in data.mixture)):
+        message = f"the weights of data.mixture ({', '.join(names)}) sum to more than a number holds; divide all of them"
+        yield RecipeError(message, key="data.mixture.weight.large")
 
 
 def _mixed(recipe: Recipe, part: MixtureSource) -> Iterator[tuple[str, str]]:

@@ -157,12 +157,13 @@ class RecordOrigin:
         return {name: len(inspect.signature(own).parameters) > 1 for name, own in functions.items()}
 
     def _call(self, use: Literal["filter", "transform"], record: Any, where: str, sample: int) -> Any:
-        """Call a plugin's transform, whose random numbers depend on seed, source and sample alone."""
+        """Call a plugin's transform, whose random numbers depend on seed, source and sample alone; those of a filter
+        are others than those of the transform behind it, which would else see what the filter chose by."""
         name: str = getattr(self.part, use)
         declaration = declared("transform")[name]
-        given = [_owned(record) if self.brought or self.is_task else record]
+        given = [_owned(record) if use == "filter" or self.brought or self.is_task else record]
         if self._takes_random[name]:
-            words = f"{self.home.seed} {self.part.name} {sample}".encode()
+            words = f"{self.home.seed} {self.part.name} {sample}{' filter' * (use == 'filter')}".encode()
             key = int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "little")
             given.append(np.random.Generator(np.random.Philox(key=key)))
         try:
@@ -207,8 +208,8 @@ class RecordOrigin:
 
 
 def _owned(value: Any) -> Any:
-    """Copy the dictionaries and lists of a record that is read again, in the next epoch or by the next run: a function
-    that changes what it is given would do so twice."""
+    """Copy the dictionaries and lists of a record that is read again, behind a filter, in the next epoch or by the next
+    run: a function that changes what it is given would change that too."""
     if isinstance(value, dict):
         return {key: _owned(inner) for key, inner in value.items()}
     return list(map(_owned, value)) if isinstance(value, list) else value
