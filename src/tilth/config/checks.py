@@ -502,7 +502,7 @@ def _mixture(recipe: Recipe) -> Refusals:
         message = f"the weights of data.mixture ({', '.join(names)}) sum to 0 at the start; give one more than 0"
         yield RecipeError(message, key="data.mixture.weight")
     if not math.isfinite(sum(part.weight * max(part.schedule.values(), default=1.0) for part in data.mixture)):
-        message = f"the weights of data.mixture ({', '.join(names)}) sum to more than a number holds; divide all of them"
+        message = f"the weights of data.mixture ({', '.join(names)}) sum to more than a float; divide all"
         yield RecipeError(message, key="data.mixture.weight.large")
 
 
