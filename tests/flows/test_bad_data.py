@@ -127,12 +127,14 @@ def test_a_mixture_is_refused(folder, case):
 
 
 def test_a_sample_longer_than_all_ranks_together_is_refused_before_there_are_roles(folder, monkeypatch):
-    """The longest has 7 tokens; nothing is generated, so that no answer counts."""
+    """The longest has 7 tokens; nothing is generated, so that no answer counts. A given answer of a warm-up may be longer
+    than all that are generated."""
     monkeypatch.setattr(build, "make_roles", lambda *given: None)
 
-    def built(ranks, tokens):
+    def built(ranks, tokens, **more):
         layout = {"cluster": {"backend": "local", "workers": ranks}, "policy": {"layout": {"hdp": ranks}}}
         sections = {"train": {"micro_tokens": tokens}, "rollout": {"max_tokens": 12}, **(layout if ranks > 1 else {})}
+        sections |= more
         made = recipe(folder, part("good"), **sections)
         build.build(made, recipe_prompts(made), None, tiny.inline())
 
@@ -140,6 +142,10 @@ def test_a_sample_longer_than_all_ranks_together_is_refused_before_there_are_rol
         built(2, 3)
     built(2, 4)
     built(1, 3)
+    warm = {"flow": "grpo", "rollout": {"max_tokens": 1}, "reward": {"function": "exact"}}
+    with raises(PlanError, "layout.hdp"):
+        built(2, 3, **warm)
+    built(2, 3, **warm, supervised={"steps": 0})
 
 
 COUNTED = {

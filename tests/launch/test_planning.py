@@ -54,6 +54,15 @@ def test_the_search_knows_the_lengths_of_given_answers_and_divides_the_longest(t
     assert any(option.layout.hdp == 2 for option in policy_options(found))
 
 
+def test_the_search_knows_the_longest_given_answer_of_a_warm_up(tmp_path):
+    answers = [{"prompt": "a", "answer": "b" * (9 if i else 700)} for i in range(16)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    given = {**SMALL, "data": {"source": str(tmp_path / "d.jsonl")}, "reward": REWARD}
+    given |= {"model": {**SMALL["model"], "context": 1000}, "train": {**SMALL["train"], "micro_tokens": 512}}
+    assert planning.sequence_lengths(from_dict(given)).max() > 700
+    assert planning.sequence_lengths(from_dict({**given, "supervised": {"steps": 0}})).max() < 700
+
+
 LONG = [{"prompt": f"{i:02}" + "a" * (800 if i % 8 == 7 else 1), "chosen": "c" * i, "rejected": "d"} for i in range(32)]
 WRITTEN = [{"text": "ab" * (800 if i % 8 == 7 else 8)} for i in range(32)]
 

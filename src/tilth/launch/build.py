@@ -560,8 +560,15 @@ def prompt_checks(
     elif recipe.flow_spec.learns == "pairs":
         yield lambda: check_pairs(prompts, template, context) - room
     elif recipe.supervised.steps or recipe.supervised.epochs:
-        yield lambda: check_examples(train, template, context) * 0
+        yield lambda: _check_warm_up(recipe, train, template)
     yield lambda: _check_holdout(recipe, len(prompts), len(heldout)) - room
+
+
+def _check_warm_up(recipe: Recipe, train: PromptSet, template: Template) -> int:
+    """Check given answers, which may be longer than completions: that the policy's ranks hold them."""
+    longest = check_examples(train, template, recipe.model.context)
+    check_units(recipe, [place(recipe, generates=False)["policy"].mesh], longest)
+    return 0
 
 
 def _check_episodes(recipe: Recipe, template: Template) -> int:

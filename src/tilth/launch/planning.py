@@ -138,7 +138,11 @@ def sequence_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray
         return np.full(len(some), context)
     else:
         asked = np.array([len(ids) for ids in template.prompts(list(some))], np.int64)
-        return np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
+        sampled = np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
+        warm = bool(recipe.supervised.steps or recipe.supervised.epochs)
+        given = [len(e.tokens) for e in template.examples([p for p in some if p.answer is not None])] if warm else []
+        most = max(given, default=0)  # the run refuses one that all ranks are too few for
+        return np.append(sampled, most) if most > max(recipe.train.micro_tokens, sampled.max()) else sampled
     most = max(lengths, default=0)
     if len(some) < len(prompts) and most > recipe.train.micro_tokens:
         exact = check(prompts, template, context)  # all ranks may be too few for it, and the run refuses that
