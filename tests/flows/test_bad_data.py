@@ -127,8 +127,8 @@ def test_a_mixture_is_refused(folder, case):
 
 
 def test_a_sample_longer_than_all_ranks_together_is_refused_before_there_are_roles(folder, monkeypatch):
-    """The longest has 7 tokens; nothing is generated, so that no answer counts. A given answer of a warm-up may be longer
-    than all that are generated."""
+    """The longest has 7 tokens; nothing is generated, so that no answer counts. A given answer of a warm-up may be
+    longer than all that are generated."""
     monkeypatch.setattr(build, "make_roles", lambda *given: None)
 
     def built(ranks, tokens, **more):

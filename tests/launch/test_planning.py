@@ -57,7 +57,7 @@ def test_the_search_knows_the_lengths_of_given_answers_and_divides_the_longest(t
 def test_the_search_knows_the_longest_given_answer_of_a_warm_up(tmp_path):
     answers = [{"prompt": "a", "answer": "b" * (9 if i else 700)} for i in range(16)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-    given = {**SMALL, "data": {"source": str(tmp_path / "d.jsonl")}, "reward": REWARD}
+    given = {**SMALL, "flow": "grpo", "data": {"source": str(tmp_path / "d.jsonl")}, "reward": REWARD}
     given |= {"model": {**SMALL["model"], "context": 1000}, "train": {**SMALL["train"], "micro_tokens": 512}}
     assert planning.sequence_lengths(from_dict(given)).max() > 700
     assert planning.sequence_lengths(from_dict({**given, "supervised": {"steps": 0}})).max() < 700
