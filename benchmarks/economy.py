@@ -1,19 +1,21 @@
 """Bytes and losses of compressed gradients and weights, beside exact ones, and seconds of a step on a slow link.
 
     python benchmarks/economy.py [--quick] [--only ROW] [--json PATH] [--data ../shared/data/gsm8k] [--steps N]
-                                 [--seeds 0,1,2] [--shape quick|full] [--lr RATE] [--ranks 4]
+                                 [--seeds 0,1,2] [--shape quick|full] [--lr RATE] [--ranks 4] [--list]
 
 Each row trains the same model on the same bytes of text on four data ranks or more (backend local, gloo), two of which
-are a node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "by topic" have other problems
-on each rank, and AdaGrad or AdaAlter at one rate. Columns:
+are a node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "SGD" have SGD with momentum,
+"by topic" other problems on each rank, and AdaGrad or AdaAlter at one rate. ``--list`` names them, and ``--only`` takes
+any part of a name. Columns:
 
 - KB: that a rank sends in a step, by the tensors of its collectives (``plan.costs.wire``: rings); across: of these in
   groups with ranks of several nodes.
 - of exact: these bytes, divided by those of the exact row of the same layout and optimizer.
 - loss: of held-out text after the steps, mean over the seeds, and the greatest distance of a seed from it; worse: than
   the exact row.
-- ms: median of some steps with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no processor.
-  Gradients travel in buckets of 1 MB beside the backward pass. after: of as many steps in which they travel after it.
+- ms: median of some steps with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no processor;
+  of ranks that learn apart the mean of whole periods. Gradients travel in buckets of 1 MB beside the backward pass.
+  after: of as many steps in which they travel after it. 1G, 10G: beside it at 1 and 10 Gbit/s.
 - times: ms of the exact row over that of this one.
 - code: processor time of a step of one rank without the bucket, more than the exact row (ms); not of the first two.
 
@@ -21,6 +23,7 @@ Below a row that has another beside it, what a step takes of one resource alone,
 
 - link alone: time that the bytes across take at 100 Mbit/s.
 - processor alone: processor time of a step of one rank.
+- pays below: Mbit/s of a link for which the bytes across that are saved take longer than ``code``.
 - at most: times if codes took no processor and all was hidden by the computing of exact sums, which shares the cores,
   while exact sums hid nothing.
 
@@ -29,7 +32,7 @@ device computed it: what is hidden of a link then depends less on the cores.
 
 ``--only coding``: GB/s of float32 values that each compressor codes and decodes on one core, bits of a value, and the
 bandwidth of a link below which that takes less time than the bytes that it saves. ``--only lans`` and ``--only
-dynamic``: rows of ``economy_optimizers``.
+dynamic``, or longer: rows of ``economy_optimizers``. With ``--json`` a row has the loss of each step as its ``curve``.
 
 The figures are of this model alone; --quick: a smaller one, fewer steps and rows.
 """
@@ -41,17 +44,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
-from economy_optimizers import STUDIES
+from economy_optimizers import dynamic_rows, lans_rows, studied
+from economy_rivals import declare, direct
 from network_ring import TokenBucket, wait_until
 from trial import JoinedRole
 
-import tilth
 from tilth.cluster.backends.capacity import cores
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.cluster.protocol import transfer
@@ -73,8 +77,8 @@ from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import packed_logprobs
 
 RANKS, NODE = 4, 2
-SLOW = 100e6 / 8
-"""Bytes a second of the slow link."""
+SLOW, FASTER = 100e6 / 8, (1e9 / 8, 1e10 / 8)
+"""Bytes a second of the slow link, and of others."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,29 @@ class Row:
     optimizer: dict[str, Any] = field(default_factory=lambda: {"lr": 3e-3})
     by_topic: bool = False
     """Each rank has problems of other topics."""
+    direct: bool = False
+    """Weights travel in four bits themselves, which ``comm`` does not offer."""
+
+    @property
+    def period(self) -> int:
+        """Steps after which what is sent repeats."""
+        return int(self.comm.get("every", 1))
 
 
-def cser(ratio: int, every: int) -> Row:
+def cser(ratio: int, every: int) -> dict[str, Any]:
     """CSER that sends 1 / ratio of the elements, half of it in each step and half in resets."""
     options = {"changes": 2 * ratio, "models": 2 * ratio // every}
-    return Row({"local": "cser", "every": every, "options": options}, "exact")
+    return {"local": "cser", "every": every, "options": options}
 
 
+def late(ratio: int, every: int) -> dict[str, Any]:
+    """QSparse-local-SGD, or with 1 EF-SGD, which sends 1 / ratio of the elements."""
+    return {"local": "late", "every": every, "options": {"models": ratio // every}}
+
+
+RATIOS = {8: 4, 32: 8, 128: 16, 256: 16, 1024: 16}
+"""Bytes of exact sums over those that travel -> H of ways with a period."""
+SGD = {"name": "sgd", "lr": 0.1}
 ADAGRAD, ADAALTER = {"name": "adagrad", "lr": 2e-2}, {"name": "adaalter", "lr": 2e-2}
 TOPICS = "AdaGrad, by topic"
 PERIODS = (2, 4, 8, 16)
@@ -103,16 +122,20 @@ ROWS: dict[str, Row] = {
     "onebit": Row({"gradients": "onebit"}, "exact"),
     "onebit, both ways": Row({"gradients": "onebit", "two_way": True}, "exact"),
     "onebit, no feedback": Row({"gradients": "onebit", "feedback": False}, "exact"),
+    "onebit, no feedback, both ways": Row({"gradients": "onebit", "feedback": False, "two_way": True}, "exact"),
     "topk 1 %": Row({"gradients": "topk"}, "exact"),
     "topk 1 %, both ways": Row({"gradients": "topk", "two_way": True}, "exact"),
     "topk 1 %, no feedback": Row({"gradients": "topk", "feedback": False}, "exact"),
+    "topk 1 %, no feedback, both ways": Row({"gradients": "topk", "feedback": False, "two_way": True}, "exact"),
     "randomk 1 %": Row({"gradients": "randomk"}, "exact"),
+    "randomk 1 %, both ways": Row({"gradients": "randomk", "two_way": True}, "exact"),
+    "randomk 1 %, feedback": Row({"gradients": "randomk-residual"}, "exact"),
+    "randomk 1 %, feedback, both ways": Row({"gradients": "randomk-residual", "two_way": True}, "exact"),
     "dither": Row({"gradients": "dither"}, "exact"),
     "dither, both ways": Row({"gradients": "dither", "two_way": True}, "exact"),
-    "cser 8": cser(8, 4),
-    "cser 32": cser(32, 8),
-    "cser 128": cser(128, 16),
-    "cser 256": cser(256, 16),
+    "dither, feedback": Row({"gradients": "dither-residual"}, "exact"),
+    "dither, feedback, both ways": Row({"gradients": "dither-residual", "two_way": True}, "exact"),
+    **{f"cser {ratio}": Row(cser(ratio, every), "exact") for ratio, every in RATIOS.items()},
     "local AdamW, H = 8": Row({"local": "average", "every": 8}, "exact"),
     "exact, zero 1": Row(zero=1),
     "differences": Row({"weights": "difference4"}, "exact, zero 1", 1),
@@ -121,6 +144,19 @@ ROWS: dict[str, Row] = {
     ),
     "two levels": Row({"gradients": "sdp4bit", "node_size": NODE}, "exact, zero 1", 1),
     "SDP4Bit": Row({"gradients": "sdp4bit", "weights": "difference4", "node_size": NODE}, "exact, zero 1", 1),
+    "four bits in both levels": Row({"gradients": "fourbits", "node_size": NODE}, "exact, zero 1", 1),
+    "direct weights": Row(beside="exact, zero 1", zero=1, direct=True),
+    "SGD": Row(optimizer=SGD),
+    **{
+        f"SGD, ratio {ratio}, {way}": Row(comm, "SGD", optimizer=SGD)
+        for ratio, every in RATIOS.items()
+        for way, comm in {
+            "CSER": cser(ratio, every),
+            "EF-SGD": late(ratio, 1),
+            "EF-SGD, top-k": {"gradients": "topk", "two_way": True, "options": {"share": 1 / (2 * ratio)}},
+            "QSparse-local-SGD": late(ratio, every),
+        }.items()
+    },
     TOPICS: Row(optimizer=ADAGRAD, by_topic=True),
     **{
         f"naive AdaGrad, by topic, H = {every}": Row(
@@ -145,7 +181,7 @@ LENGTH, BATCH, HELD = 128, 32, 64
 WARM = 2
 """Steps before processor time is counted: the first ones build, import and allocate."""
 TIMED = 8
-"""Steps on the slow link, in each of the two ways."""
+"""Steps on the slow link, in each of the two ways, and on other links; more if a period is longer."""
 BUCKET = 1 << 20
 """Bytes of gradients that travel together: the model is small."""
 CODED = 1 << 22
@@ -154,9 +190,7 @@ TOPIC = (r"\$|dollar|cent|cost|price", r"hour|minute|day|week|year", r"mile|mete
 """What problems of a topic have in their text; others are of a last topic."""
 
 
-@tilth.optimizer("adagrad", state=("sum",))
-def adagrad(parameters: Any, section: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, lr=section.lr)
+declare()
 
 
 class Meter:
@@ -219,37 +253,41 @@ class Trial(JoinedRole):
     def measured(
         self, meter: Meter, config: DecoderConfig, text: str, row: Row, steps: int, seed: int, paced: float
     ) -> dict[str, Any]:
-        """Train, then time some steps with the bucket: sums beside the backward pass, then after it."""
+        """Train, then time some steps with the bucket: sums beside the backward pass, then after it, then beside it on
+        faster links."""
         rank, ranks = self.context.rank, torch.distributed.get_world_size()
         grid = ParallelDims.of(Mesh.of({"dp": ranks}), rank)
         small = {} if row.comm.get("local") == "average" or not row.comm else {"smallest": 1024}
-        reducer = reducer_of(CommConfig(bucket_bytes=BUCKET, **small | row.comm), seed)
-        zero, total = cast(Zero, row.zero), steps + 2 * TIMED
+        coded = CommConfig(bucket_bytes=BUCKET, **small | row.comm)
+        reducer = direct(1024, seed, BUCKET) if row.direct else reducer_of(coded, seed)
+        zero, timed, links = cast(Zero, row.zero), max(TIMED, row.period), (SLOW, SLOW, *FASTER)
         sharded = shard(lambda: Decoder(config), grid, zero=zero, reducer=reducer)
         sharded.init_(seed)
         options = OptimizerConfig(**row.optimizer, warmup_steps=10, schedule="cosine")
-        engine = TrainEngine(sharded, options, total_steps=total, micro_tokens=LENGTH * BATCH, seed=seed)
-        batches = sequences(np.frombuffer(text.encode(), np.uint8), seed, total, rank, ranks, row.by_topic)
+        tokens = LENGTH * BATCH
+        engine = TrainEngine(sharded, options, total_steps=steps + 2 * TIMED, micro_tokens=tokens, seed=seed)
+        codes, total = np.frombuffer(text.encode(), np.uint8), steps + timed * len(links)
+        batches = sequences(codes, seed, total, rank, ranks, row.by_topic)
         if paced:
             batches = (tokens.take(np.zeros(1, np.int64)) for tokens in batches)
             for name, p in sharded.parameters.items():
                 if name.endswith("input_layernorm.weight"):  # one of each layer
                     p.register_hook(lambda grad: time.sleep(paced))
-        took, sent, began = [], (0.0, 0.0), time.process_time()
-        for number, tokens in enumerate(batches):
-            if number == WARM:
+        curve = list[float]()
+        for number, one in enumerate(islice(batches, steps)):
+            if number == min(WARM, steps - 1):
                 began = time.process_time()
-            if number == steps:
-                sent, spent = (meter.sent / steps, meter.across / steps), (time.process_time() - began) / (steps - WARM)
-                loss, meter.bucket = self.held_out(sharded, text), TokenBucket(SLOW)
-            if number == steps + TIMED:
-                sharded.gradients.last_pass = _nothing  # type: ignore[method-assign]
-            at = time.perf_counter()
-            update(engine, tokens)
-            took.append(time.perf_counter() - at)
-        beside, after = (statistics.median(took[at + 1 : at + TIMED]) for at in (steps, steps + TIMED))
-        times = {"seconds": beside, "after": after, "processor": spent}
-        return {"loss": loss, "sent": sent[0], "across": sent[1], **times}
+            curve.append(round(update(engine, one), 4))
+        spent = (time.process_time() - began) / max(1, steps - WARM)
+        sent, loss = (meter.sent / steps, meter.across / steps), self.held_out(sharded, text)
+        last_pass, found = sharded.gradients.last_pass, list[float]()
+        for place, link in enumerate(links):
+            meter.bucket = TokenBucket(link)
+            sharded.gradients.last_pass = _nothing if place == 1 else last_pass  # type: ignore[method-assign]
+            took = [timed_update(engine, one) for one in islice(batches, timed)]
+            found.append(statistics.mean(took) if row.period > 1 else statistics.median(took[1:]))
+        times = {"seconds": found[0], "after": found[1], "faster": found[2:], "processor": spent}
+        return {"loss": loss, "curve": curve, "sent": sent[0], "across": sent[1], **times}
 
     def held_out(self, sharded: Any, text: str) -> float:
         """Return the loss of the end of the text, in nats a byte."""
@@ -284,10 +322,17 @@ def sorted_by_topic(problems: Sequence[str]) -> str:
     return "\n".join([*sorted(problems[:held], key=topic), *problems[held:]])
 
 
-def update(engine: TrainEngine, tokens: Jagged) -> None:
-    """Run one step."""
+def update(engine: TrainEngine, tokens: Jagged) -> float:
+    """Run one step; return its loss."""
     mask = np.tile(np.arange(LENGTH) > 0, len(tokens.lengths)).astype(np.uint8)
-    engine.update(tokens, mask, {}, negative_log_likelihood(float(BATCH * (LENGTH - 1))))
+    return engine.update(tokens, mask, {}, negative_log_likelihood(float(BATCH * (LENGTH - 1)))).loss
+
+
+def timed_update(engine: TrainEngine, tokens: Jagged) -> float:
+    """Run one step; return its seconds."""
+    began = time.perf_counter()
+    update(engine, tokens)
+    return time.perf_counter() - began
 
 
 def row(
@@ -307,6 +352,8 @@ def row(
         "loss": statistics.mean(losses), "spread": max(abs(one - statistics.mean(losses)) for one in losses),
         "sent": max(one["sent"] for one in first), "across": max(one["across"] for one in first),
         "seconds": max(one["seconds"] for one in first), "after": max(one["after"] for one in first),
+        "faster": [max(several) for several in zip(*(one["faster"] for one in first))],
+        "curve": [ranks[0]["curve"] for ranks in found],
         "processor": statistics.mean(one["processor"] for one in first),
     }  # fmt: skip
 
@@ -318,8 +365,8 @@ def line(found: dict[str, Any], exact: dict[str, Any] | None) -> str:
     code = 1e3 * (found["processor"] - base["processor"])
     figures = f"{found['sent'] / 1e3:9.1f} {found['across'] / 1e3:9.1f} {share:8.3f}"
     figures += f" {found['loss']:8.4f} {found['spread']:7.4f} {100 * worse:+7.2f} %"
-    slow = f"{found['seconds'] * 1e3:8.1f} {found['after'] * 1e3:8.1f} {base['seconds'] / found['seconds']:6.2f}"
-    return f"{found['row']:30} {figures} {slow} {code:7.1f}"
+    slow = " ".join(f"{1e3 * seconds:8.1f}" for seconds in (found["seconds"], found["after"], *found["faster"]))
+    return f"{found['row']:32} {figures} {slow} {base['seconds'] / found['seconds']:6.2f} {code:7.1f}"
 
 
 def alone(found: dict[str, Any], exact: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
@@ -335,7 +382,11 @@ def alone(found: dict[str, Any], exact: dict[str, Any], ranks: int) -> list[dict
     computing = exact["processor"] * ranks / several
     most = (computing + link[0]) / max(computing, link[1])
     rows.append({"row": f"{found['row']}: at most", "computing": computing, "cores": several, "times": most})
-    print(f"  {'at most':28} {1e3 * computing:8.1f} ms of computing on {several} cores: {most:6.2f} times", flush=True)
+    print(f"  {'at most':28} {1e3 * computing:8.1f} ms of computing on {several} cores: {most:6.2f} times")
+    code, saved = found["processor"] - exact["processor"], exact["across"] - found["across"]
+    below = 8e-6 * saved / code if code > 0 else None  # None: on any link
+    rows.append({"row": f"{found['row']}: pays below", "mbit": below})
+    print(f"  {'pays below':28} {'any link' if below is None else f'{below:.0f} Mbit/s'}", flush=True)
     return rows
 
 
@@ -372,12 +423,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="text in the names of rows; the exact ones run too")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data" / "gsm8k")
     parser.add_argument("--steps", type=int, default=0, help="default 300, with --quick 12")
-    parser.add_argument("--seeds", default="", help="default 0,1,2, with --quick 0")
+    parser.add_argument("--seeds", default="", help="default 0,1,2, with --quick and of lans 0")
     parser.add_argument("--shape", choices=SHAPES, default="", help="of the model; default full, with --quick quick")
     parser.add_argument("--lr", type=float, default=0.0, help="of all rows, in place of their own")
     parser.add_argument("--paced", type=float, default=0.0, help="seconds that the backward pass of a layer sleeps")
     parser.add_argument("--ranks", type=int, default=RANKS, help="data ranks, a multiple of two; default 4")
+    parser.add_argument("--samples", type=int, default=0, help="of a run; lans: 16384, dynamic: 8192 by default")
+    parser.add_argument("--list", action="store_true", help="print the names of all rows")
     options = parser.parse_args()
+    if options.list:
+        print("\n".join([*ROWS, "coding", *lans_rows(quick=options.quick), *dynamic_rows(quick=options.quick)]))
+        return
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
     lines = (options.data / "train.jsonl").read_text().splitlines()[: 500 if options.quick else None]
@@ -387,15 +443,20 @@ def main() -> None:
     if options.only == "coding":
         write_rows(options.json, coding())
         return
-    if options.only in STUDIES:
-        write_rows(options.json, STUDIES[options.only](SHAPES[shape], "\n".join(problems), quick=options.quick))
+    one_seed = options.quick or options.only.startswith("lans")
+    seeds = [int(seed) for seed in (options.seeds or ("0" if one_seed else "0,1,2")).split(",")]
+    if options.only.startswith(("lans", "dynamic")):
+        how: Any = (seeds, options.lr, options.samples, options.json)
+        studied(options.only, SHAPES[shape], "\n".join(problems), *how, quick=options.quick)
         return
     texts = {False: "\n".join(problems), True: sorted_by_topic(problems)}
     wanted = [name for name in ROWS if options.only in name and (options.only or not options.quick or name in QUICK)]
     names = [name for name in ROWS if name in {*wanted, *(ROWS[name].beside for name in wanted)}]
-    seeds = [int(seed) for seed in (options.seeds or ("0" if options.quick else "0,1,2")).split(",")]
+    if not wanted:
+        raise SystemExit(f"--only {options.only!r} is in no name of a row; --list prints them")
     steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[str, Any]()
-    print(f"{'row':30}        KB    across of exact     loss  spread     worse       ms    after  times    code")
+    columns = "       KB    across of exact     loss  spread     worse       ms    after       1G      10G  times"
+    print(f"{'row':32} {columns}    code")
     for name in names:
         table.append(
             found := row(

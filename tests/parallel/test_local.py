@@ -1,5 +1,6 @@
 """Local methods: ranks learn apart as the papers say, sync, resume with the same bits, and what is wrong is found."""
 
+import itertools
 import types
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.parallel.layouts import Case, build, engine_of, loss_of, rows_of, wei
 from tests.parallel.layouts import batch as whole_batch
 from tests.parallel.test_comm import Operators
 from tests.parallel.test_sync import SMALLEST, copied, step
+from tests.scripts import script
 from tilth.checkpoint import Commit, begin_save, open_checkpoint
 from tilth.config.axes import AXES
 from tilth.core.errors import RecipeError, ReplicaMismatch
@@ -159,6 +161,36 @@ def empty(rank):
 def test_a_rank_without_a_part_of_a_tensor_sends_nothing_of_it(pool):
     sizes = {"a": 0, "b": 0, "norm": 4}
     assert pool.run(2, HERE + "empty") == [(sizes, sizes)] * 2
+
+
+def compared(rank, every, models):
+    """Models after each step of the way that ``benchmarks/economy.py`` compares CSER with."""
+    late = script("economy_rivals.py").LateResiduals
+    return driven(rank, 2, 12, kind=late, every=every, models=models)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("every", "models"), [(1, 3), (4, 2)])
+def test_residuals_that_wait_are_those_of_qsparse_local_sgd(pool, every, models):
+    """In float64: m += p_i of H steps, z -= mean C(m), m -= C(m), and all ranks go on from z."""
+    found, (method, zeros) = pool.run(2, HERE + "compared", every=every, models=models), bound(ParallelDims.alone())
+    method.changes, method._places = 0, {n: i for i, n in enumerate(SIZES)}
+    z, optimizers = copied(zeros), [Nesterov(), Nesterov()]
+    x, left = [copied(z), copied(z)], [copied(zeros), copied(zeros)]
+    for number in range(12):
+        for rank, n in itertools.product(range(2), SIZES):
+            x[rank][n] = x[rank][n] - (p := optimizers[rank].change(n, gradient(rank, number, n, x[rank][n])))
+            left[rank][n] = left[rank][n] + p
+        if (number + 1) % every == 0:
+            method.begin(number + 1)
+            for n, block in method.blocks("models", models).items():
+                z[n].view(-1)[block] -= sum(own[n].view(-1)[block] for own in left) / 2
+                for own in left:
+                    own[n].view(-1)[block] = 0
+            x = [copied(z), copied(z)]
+        for (own, _), wanted in zip((ends[number] for ends in found), x):
+            for n, there in wanted.items():
+                torch.testing.assert_close(own[n], there, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("option", "value"), [("changes", -1), ("models", 0)])

@@ -357,7 +357,7 @@ class CompressedReducer(GradientReducer):
     def all_gather(self, out: Tensor, own: Tensor, group: Group, key: str, pieces: Pieces) -> None:
         if self._sums is None:
             return super().all_gather(out, own, group, key, pieces)
-        _gather(self._sums, out.zero_().view(len(pieces), -1), own, group, pieces)
+        gather_coded(self._sums, out.zero_().view(len(pieces), -1), own, group, pieces)
 
     def main(self, name: str, part: Tensor) -> Tensor:
         left = None if self._weights is None else self._weights.left.get(name)
@@ -375,7 +375,7 @@ class CompressedReducer(GradientReducer):
         for (part, piece), (before, _) in zip(split(own, mine := pieces[group.rank()]), split(out[group.rank()], mine)):
             if piece.name in self._weights.names:
                 part -= self.main(piece.name, before.view_as(self._weights.left[piece.name])).flatten()
-        _gather(self._weights, out, own, group, pieces)
+        gather_coded(self._weights, out, own, group, pieces)
 
 
 def exchanged(codes: Sequence[Tensor], group: Group) -> Arrivals:
@@ -404,7 +404,7 @@ def summed(codes: Sequence[Tensor], group: Group) -> Arrivals:
     return arrived
 
 
-def _gather(coder: Coder, rows: Tensor, own: Tensor, group: Group, pieces: Pieces) -> None:
+def gather_coded(coder: Coder, rows: Tensor, own: Tensor, group: Group, pieces: Pieces) -> None:
     """Add to each row [ranks, n] what its rank has coded of ``own`` [n]."""
     place = group.rank()
     (code,) = coder.pack(own[None], [pieces[place]], [place])
