@@ -35,6 +35,10 @@ bandwidth of a link below which that takes less time than the bytes that it save
 dynamic``, or longer: rows of ``economy_optimizers``. With ``--json`` a row has the loss of each step as its ``curve``.
 
 The figures are of this model alone; --quick: a smaller one, fewer steps and rows.
+
+A step of four ranks takes about 0.27 s of processor with ``--shape quick`` and 2.3 s with ``full``, so 300 steps of a
+row and seed are 1.5 and 13 minutes of it, the timed steps included; a run of 16,384 samples of lans 1.2, and one batch
+of it has 24; a row and seed of dynamic 1.
 """
 
 import json
