@@ -140,8 +140,9 @@ def sequence_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray
         asked = np.array([len(ids) for ids in template.prompts(list(some))], np.int64)
         sampled = np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
         warm = bool(recipe.supervised.steps or recipe.supervised.epochs)
-        given = [len(e.tokens) for e in template.examples([p for p in some if p.answer is not None])] if warm else []
-        most = max(given, default=0)  # the run refuses one that all ranks are too few for
+        answers = [p for p in some if warm and p.answer is not None]
+        # an answer that all ranks are too few for is refused by the run
+        most = max((len(e.tokens) for e in template.examples(answers)), default=0)
         return np.append(sampled, most) if most > max(recipe.train.micro_tokens, sampled.max()) else sampled
     most = max(lengths, default=0)
     if len(some) < len(prompts) and most > recipe.train.micro_tokens:

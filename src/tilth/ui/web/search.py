@@ -406,7 +406,7 @@ def kept_of(run: Path, step: int) -> int:
     """Return how many samples of a step are on disk."""
     wanted, files = Wanted((step, step)), files_of(run / TRAJECTORIES)
     chosen = wanted.filter()
-    return sum(_match(path, wanted, chosen, 1).number for *ends, path in files if _meets(*ends, wanted.steps))
+    return sum(_match(path, wanted, chosen, 1).number for a, b, path in files if _meets(a, b, wanted.steps))
 
 
 def prompts_of(run: Path, most: int = 500) -> list[str]:
