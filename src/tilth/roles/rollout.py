@@ -59,7 +59,7 @@ class Ended(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """How a sample goes on: behind the first ``tokens`` of its completion, under this ``version`` of the weights."""
+    """Continuation of a sample behind the first ``tokens`` of its completion, under this ``version`` of the weights."""
 
     tokens: int
     version: int
