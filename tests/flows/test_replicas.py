@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent import futures
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,9 @@ from tilth.core.errors import DataError, WorkerLost
 from tilth.engines.protocol import EngineError
 from tilth.engines.rounds import RoundLimits
 from tilth.flows import replicas as flows_replicas
+from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.replicas import Flight, Replicas
+from tilth.flows.run import Run
 from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad
 from tilth.roles import rollout as roles_rollout
 from tilth.roles.relay import Publication
@@ -444,6 +447,22 @@ def test_a_replica_that_is_being_replaced_holds_up_no_end_of_a_run(made, monkeyp
     replicas._give_up = lambda ranks: killed.set()
     replicas.stop()
     assert given == [[0]] and not replicas._menders[0].is_alive()
+
+
+def test_a_call_of_the_loop_that_reaches_a_replica_which_is_lost_fails_no_step(made):
+    def answer(engines):
+        raise rollout.each[0].loss(ranks)
+
+    rollout, replicas = made(mend=lambda place, error: None)
+    sampler = SimpleNamespace(replicas=replicas)
+    sampler.ask_engines = partial(AsyncSampler.ask_engines, sampler)
+    group = SimpleNamespace(compile_seconds=lambda: answer(None))
+    rollout.compile_seconds, ranks = group.compile_seconds, (0,)
+    assert Run._compile_seconds(SimpleNamespace(sampler=sampler), "rollout", group) == 0
+    ranks = (0, 9)
+    for role in ("rollout", "policy"):
+        with raises(WorkerLost, "worker.1"):
+            Run._compile_seconds(SimpleNamespace(sampler=sampler), role, group)
 
 
 def test_rows_that_are_lost_with_a_replica_are_generated_again(made):

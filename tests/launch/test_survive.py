@@ -16,6 +16,7 @@ from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import StorageError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.flows.callbacks import Callback
+from tilth.launch.life import LifeOfRun
 from tilth.launch.survive import Survival, _named
 from tilth.runs.directory import RECOVERIES
 from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
@@ -332,7 +333,7 @@ class Beside:
     def __init__(self, *left):
         self.left, self.renewed, self.repaired, self.killed, self.groups = [*left], [], [], [], []
         self.repairable = SimpleNamespace(scratch="", nodes=lambda: ({}, ()), kill=self.killed.extend)
-        self.dispatch = SimpleNamespace(failed=None, apart={1, 2})
+        self.dispatch = SimpleNamespace(failed=None, apart={1, 2}, idle=lambda: True)
 
     def renew(self, rank):
         self.renewed.append(rank)
@@ -369,6 +370,17 @@ def test_nobody_is_replaced_beside_others_once_that_is_given_up(monkeypatch):
     with raises(WorkerLost, "rollout.advance"):
         survival.replace(lost(2), 4)
     assert cluster.killed == [1] and survival.lost == {1} and not cluster.renewed
+
+
+def test_who_was_replaced_after_the_last_step_is_told_at_the_end(monkeypatch):
+    said = []
+    survival = Beside().survival(monkeypatch, said.append)
+    halts = SimpleNamespace(halt=lambda: survival.replace(lost(1), 4))  # waits for it
+    run = SimpleNamespace(sampler=halts, saving=SimpleNamespace(give_up=lambda: None))
+    monkeypatch.setattr(LifeOfRun, "begin", lambda *_: None)
+    monkeypatch.setattr(LifeOfRun, "finish", lambda _: run)
+    assert LifeOfRun(lambda: run, survival, None, None, None).live(fallback=False) is run
+    assert "worker 1 is new" in said[-1]
 
 
 def test_a_worker_that_is_replaced_beside_others_may_be_lost_again_as_often_as_any_other(monkeypatch):

@@ -12,9 +12,9 @@ them.
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from tilth.roles.rollout import Ended, ask
 from tilth.runs.events import AsyncLog, repeats
 from tilth.trace.spans import span
 
+T = TypeVar("T")
 FLYING = "flying"
 """Folder of the tokens of samples in flight (``rollout.prefix_log``)."""
 
@@ -288,6 +289,17 @@ class AsyncSampler(Sampler):
                 self._publisher.offer = self.replicas.offer
         return self.replicas
 
+    def ask_engines(self, call: Callable[[WorkerGroup], T]) -> T | None:
+        """Ask those that have a worker; None if one is lost meanwhile: counts are lost with it, or come with the next
+        step's."""
+        if self.replicas is None:
+            return super().ask_engines(call)
+        try:
+            return None if (living := self.replicas.living()) is None else call(living)
+        except WorkerLost as error:
+            self.replicas.check_lost(error)
+            return None
+
     def _log_tokens(self, rollout: WorkerGroup, **how: Any) -> None:
         """Let replicas log what they draw and hear. how: as of ``RolloutWorker.log_to``."""
         rollout.log_to(str(self._log.path.parent.resolve() / FLYING), self._attempt, self.state.version, **how)
@@ -432,11 +444,7 @@ class AsyncSampler(Sampler):
         add("fully_async/trainer/idle_ratio", min(1.0, self._waited / max(now - self._since, 1e-9)))
         add("fully_async/trainer/idle_seconds", self._waited)
         add("fully_async/rollouter/idle_ratio", replicas.idle_share())
-        try:
-            if (living := replicas.living()) is not None:
-                self._measure_engines(living)
-        except WorkerLost as error:  # their counts are lost with it, or come with the next step's
-            replicas.check_lost(error)
+        self.ask_engines(self._measure_engines)
         self._waited, self._since = 0.0, now
 
 

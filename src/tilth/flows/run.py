@@ -421,7 +421,7 @@ class Run:
         state = self.state
         record = self.log.commit(self._length)
         for role, group in self.roles.items() if state.phase_step == 1 else ():
-            if hasattr(group, "compile_seconds") and (seconds := group.compile_seconds()):
+            if hasattr(group, "compile_seconds") and (seconds := self._compile_seconds(role, group)):
                 self.say(f"{ROLES[role].label}: compiling took {seconds:.1f} s")
         for step, measured in self.evaluator.results().items():
             notify(self.callbacks, "on_evaluation", self, step, measured)
@@ -441,6 +441,13 @@ class Run:
             self.save()  # at its end the phase saves anyway
         if self.after_step is not None:
             self.after_step(self)
+
+    def _compile_seconds(self, role: str, group: WorkerGroup) -> float:
+        """Return how long torch.compile took in a role; 0 of engines of which one is lost beside the step."""
+        if role == "rollout":
+            return self.sampler.ask_engines(lambda engines: engines.compile_seconds()) or 0.0
+        seconds: float = group.compile_seconds()
+        return seconds
 
     def _keep_in_memory(self, snapshots: Snapshots) -> None:
         """Take a snapshot. Without room the run goes on: a failure costs it the steps since the last one.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from tilth.runs.metrics import Metrics
 from tilth.runs.progress import StepProgress
 from tilth.runs.readers import REWARD
 from tilth.runs.state import RunState
+
+T = TypeVar("T")
 
 
 class Split(Protocol):
@@ -234,6 +236,10 @@ class Sampler:
         if any(EngineCounts(*count).lost for count in counts) and "drafter" not in self._reported:
             self._reported.add("drafter")
             self.say("a process of rollout.draft.apart was lost: completions stay what they are, with fewer drafts")
+
+    def ask_engines(self, call: Callable[[WorkerGroup], T]) -> T | None:
+        """Return what a call of the engines answers beside what they generate; None if they cannot."""
+        return call(self._engines())
 
     def _engines(self) -> WorkerGroup:
         """Return the rollout role. RecipeError without one."""

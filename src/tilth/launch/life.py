@@ -262,6 +262,7 @@ class LifeOfRun:
                 self.fail(error)
             finally:
                 self.run.sampler.halt()
+                self._survival.tell()
                 if not self._survival.cluster.dispatch.idle():  # rows that the writer holds are lost with their step
                     self.run.directory.trajectories = TrajectoryFiles(self.run.directory.path / TRAJECTORIES)
                 self.run.saving.give_up()

@@ -62,7 +62,7 @@ class Survival(Callback):
         self._one = threading.Lock()
         """Held by a recovery, and while a worker is replaced beside the others."""
         self._beside: list[str] = []
-        """Lines about these, which the next step logs."""
+        """Lines about these, which the next step logs, or the end of the attempt."""
         self._decided: tuple[TilthError, Action] | None = None
         """Failure of a worker beside the others from which the run has to recover, and how."""
 
@@ -179,11 +179,15 @@ class Survival(Callback):
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Tell that a step which had no room is complete, and what was replaced beside it."""
-        while self._beside:
-            self.say(self._beside.pop(0))
+        self.tell()
         if self._full is not None:
             self.say(f"there is room again, {time.monotonic() - self._full:.1f} s later: step {step} is complete")
             self._full = None
+
+    def tell(self) -> None:
+        """Log what was replaced beside the others since the last step."""
+        while self._beside:
+            self.say(self._beside.pop(0))
 
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
         if not action.again:

@@ -140,6 +140,26 @@ def test_the_loss_of_a_worker_apart_is_that_of_who_waits_for_it(fleet):
     assert caught.value.ranks == (1,) and not fleet.closed
 
 
+def test_calls_of_a_worker_apart_are_drained_with_its_loss(fleet):
+    """Those of the others are waited for, and their failures are raised."""
+    calls = Dispatch(fleet, 60, keep=True)
+    calls.apart = {1}
+    for rank in (0, 1, 1):
+        calls.submit(rank, CALL)
+    for i in (1, 2):
+        later(0.05, fleet.sent[i].set_exception, lost(1))
+    later(0.2, fleet.sent[0].set_result, Reply("there", {}))
+    calls.drain()
+    assert calls.idle()
+    for rank in (0, 1):
+        calls.submit(rank, CALL)
+    fleet.sent[4].set_exception(lost(1))
+    later(0.05, fleet.sent[3].set_exception, lost(0))
+    with raises(WorkerLost, "rollout.advance") as caught:
+        calls.drain()
+    assert caught.value.ranks == (0,)
+
+
 WAITS = """Current thread 0x09 (most recent call first):
   File "/py/torch/_ops.py", line 1 in __call__
   File "/py/torch/distributed/distributed_c10d.py", line 2 in all_reduce

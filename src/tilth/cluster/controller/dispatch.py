@@ -218,10 +218,18 @@ class Dispatch:
             return self.failed is None and not self._failures and not any(self._flying)
 
     def drain(self, lease: Lease | None = None) -> None:
-        """Wait for the calls in flight that use a lease, or for all."""
+        """Wait for the calls in flight that use a lease, or for all. Those of a worker apart end with its loss too."""
         with self._changed:
             flights = [flight for queue in self._flying for flight in queue]
-        self.wait([flight for flight in flights if lease is None or lease in flight.leases])
+        flights = [flight for flight in flights if lease is None or lease in flight.leases]
+        while True:
+            try:
+                self.wait(flights)
+                return
+            except WorkerLost as error:
+                if not self._is_apart(error):
+                    raise
+                flights = [flight for flight in flights if not flight.landed]
 
     def end(self, seconds: float) -> bool:
         """Close the roles of idle workers. Return False, without an error, if a call has failed or is in flight, or if
