@@ -306,10 +306,9 @@ class AsyncSampler(Sampler):
 
     def _may_mend(self, rollout: WorkerGroup, repair: WorkerRepair) -> bool:
         """True if replicas can be replaced beside the others: they take weights by themselves, each is one worker, and
-        none holds environments. Their losses are theirs then. Moved samples of a group may be drawn by a living replica
-        while the group is handed out again, so with ``rollout.repack`` all begin again."""
-        ranks, r = rollout.mesh.ranks, self.recipe.rollout
-        able = self._publisher is not None and not r.environment and not r.repack
+        none holds environments. Their losses are theirs then."""
+        ranks = rollout.mesh.ranks
+        able = self._publisher is not None and not self.recipe.rollout.environment
         if not able or rollout.mesh.size("dp") < len(ranks) or not repair.watch(ranks):
             return False
         assert self._publisher is not None
