@@ -1,3 +1,4 @@
+from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -6,13 +7,19 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tilth.cluster.controller.lazy import LazyMap
+from tilth.cluster.backends.base import Reply
+from tilth.cluster.backends.inline import InlineStore
+from tilth.cluster.controller.dispatch import Dispatch
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.cluster.controller.leases import LeasedStore
+from tilth.cluster.protocol import transfer_of
 from tilth.config.schema import Recipe, TrainConfig
 from tilth.core.batch import Handle
-from tilth.core.errors import LogprobMismatch, WorkerLost
+from tilth.core.errors import LogprobMismatch
 from tilth.core.layout import Mesh
 from tilth.flows.weight_sync import Publisher, SyncBounds, check_mismatch
 from tilth.rl.metrics import Metric
+from tilth.roles.relay_sync import RelaySyncWorker
 
 
 def worst(value, count=1):
@@ -80,43 +87,58 @@ class Nodes:
         return nullcontext()
 
 
-class Pulls(Nodes):
-    """Two replicas, of which one has died when somebody waits for what it takes."""
+class Answers:
+    """A backend whose workers answer at once, and the role of weight sync on them: the policy, then replicas."""
 
-    def __init__(self, error):
-        super().__init__()
-        self.error, self.pulled = error, []
+    def __init__(self, replicas, monkeypatch):
+        self.workers, self.store, self.calls, self.waits = replicas + 1, InlineStore(), [], []
+        dispatch, wait = Dispatch(self, 60), Dispatch.wait_first
+        monkeypatch.setattr(Dispatch, "wait_first", lambda *given: self.waits.append(1) or wait(*given))
+        self.group = WorkerGroup("weight_sync", "", {}, Mesh(("to",), (self.workers,)), dispatch)
+        self.group.methods = {
+            name: transfer_of(vars(RelaySyncWorker)[name]) for name in ("relay_id", "publish", "pull")
+        }
+        ranks = Mesh.of({}), Mesh.of({"dp": replicas}, range(1, self.workers))
+        self.publisher = Publisher(self.group, *ranks, LeasedStore(self.store, dispatch), 3)
 
-    def part(self, axis, places):
-        return SimpleNamespace(publish=self.publish, pull=lambda *given: self.taken(*places))
+    def submit(self, rank, call):
+        self.calls.append((rank, call))
+        future = Future()
+        future.set_result(Reply({"relay_id": "near", "publish": 1}.get(call.method, {rank: None}), {}))
+        return future
 
-    def relay_id(self, target):
-        return ["near"]
-
-    def taken(self, *places):
-        def wait():
-            if 1 in places:
-                raise self.error
-
-        self.pulled += places
-        return LazyMap(wait)
+    def pulled(self):
+        """Ranks that were asked to pull since the last call, and the number of messages that were made for it."""
+        pulls = [(rank, id(call)) for rank, call in self.calls if call.method == "pull"]
+        self.calls = []
+        return [rank for rank, _ in pulls], len({made for _, made in pulls})
 
 
-def test_a_replica_that_is_lost_takes_nothing_until_it_joins_again():
-    error = WorkerLost("gone", key="weight_sync.pull")
-    error.ranks = (1,)
-    nodes = Pulls(error)
-    publisher = Publisher(nodes, Mesh(("dp",), (1,)), Mesh(("dp",), (2,)), nodes, 3)
-    publisher.publish(0)
-    with raises(WorkerLost, "weight_sync.pull"):  # nobody mends it
-        publisher.publish(1)
-    publisher.apart = (1,)
-    publisher.publish(2)
-    publisher.leave(1)
-    publisher.publish(3)
-    assert publisher.join(1).version == 3
-    publisher.publish(4)
-    assert nodes.pulled == [0, 1, 0, 1, 0, 1, 0, 1] and len(nodes.held) == 1
+def test_a_replica_that_is_lost_takes_nothing_until_it_joins_again(monkeypatch):
+    workers = Answers(2, monkeypatch)
+    publisher, found = workers.publisher, []
+    for version in range(3):
+        publisher.publish(version)
+        found.append(workers.pulled()[0])
+        if version == 0:
+            publisher.leave(1)
+        if version == 1:
+            assert publisher.join(1).version == 1 and workers.pulled()[0] == [2]
+    assert found == [[1, 2], [1], [1, 2]]
+
+
+def test_what_the_controller_does_for_a_publication_grows_with_no_replica_but_by_its_message(monkeypatch):
+    done = set()
+    for replicas in (1, 15):
+        workers = Answers(replicas, monkeypatch)
+        for version in range(3):
+            workers.publisher.publish(version)
+            before = len(workers.waits)
+        ranks, made = workers.pulled()
+        assert ranks == [*range(1, replicas + 1)] * 3 and made <= 2 * 3  # one of them asks for an answer
+        workers.publisher.publish(3)
+        done.add(len(workers.waits) - before)
+    assert len(done) == 1, done
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -309,11 +309,7 @@ class AsyncSampler(Sampler):
         none holds environments. Their losses are theirs then."""
         ranks = rollout.mesh.ranks
         able = self._publisher is not None and not self.recipe.rollout.environment
-        if not able or rollout.mesh.size("dp") < len(ranks) or not repair.watch(ranks):
-            return False
-        assert self._publisher is not None
-        self._publisher.apart = ranks
-        return True
+        return able and rollout.mesh.size("dp") == len(ranks) and repair.watch(ranks)
 
     def _mend(self, place: int, error: WorkerLost) -> Publication:
         """Replace a replica, in a thread of its own; return the weights that it takes."""

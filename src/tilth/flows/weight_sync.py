@@ -3,18 +3,17 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 
 from tilth.cluster.controller.group import WorkerGroup
-from tilth.cluster.controller.lazy import LazyMap, resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Lease
-from tilth.core.errors import LogprobMismatch, WorkerLost
+from tilth.core.errors import LogprobMismatch
 from tilth.core.layout import Mesh
 from tilth.rl.metrics import Metric
 from tilth.roles.relay import Publication
@@ -60,16 +59,15 @@ class Publisher:
         self.sent_bytes = 0
         """Of the newest of them."""
         self._policy = weight_sync.part("to", [place(rank) for rank in policy.ranks])
-        engines = [rollout.only("dp", [i]).ranks for i in range(rollout.size("dp"))]
-        self._replicas = [weight_sync.part("to", list(map(place, ranks))) for ranks in engines]
+        engines = [list(map(place, rollout.only("dp", [i]).ranks)) for i in range(rollout.size("dp"))]
+        self._replicas = range(len(engines))
+        self._part = cache(lambda *replicas: weight_sync.part("to", [one for i in replicas for one in engines[i]]))
         self.offer: Callable[[Publication], None] | None = None
         self._newest = Publication(0, -1)
-        self.apart: Collection[int] = ()
-        """Ranks whose loss is for others to find, and to mend: see ``leave``."""
         self._left = set[int]()
         """Replicas that are lost."""
-        self._pulls: list[Any] = []
         self._lease: Lease | None = None
+        """Of the pulls since the last publication."""
         self._lock = threading.Lock()
         """Held while a version is written, and while a pull is sent, so that ranks of one engine take the same one."""
 
@@ -95,15 +93,15 @@ class Publisher:
     def pull(self, replica: int | None = None) -> Publication:
         """Let a replica, None: each, take what was published last, before what it is asked for next; return that."""
         with self._lock:
-            self._send([replica] if replica is not None else [*range(len(self._replicas))])
+            self._send(self._replicas if replica is None else [replica])
             return self._newest
 
     def _send(self, replicas: Sequence[int]) -> None:
-        """Let these replicas, but lost ones, pull. (Called with the lock.)"""
+        """Let these replicas, but lost ones, pull, in one call. (Called with the lock.)"""
         self._lease = self._lease or self.store.lease("weights")
-        with self.store.under(self._lease):  # not the step's, which ends without them
-            for place in (place for place in replicas if place not in self._left):
-                self._pulls.append(self._replicas[place].pull("rollout", self._newest, self._sent))
+        if living := [place for place in replicas if place not in self._left]:
+            with self.store.under(self._lease):  # not the step's, which ends without them
+                self._part(*living).pull("rollout", self._newest, self._sent)
 
     def leave(self, replica: int) -> None:
         """Let a replica that is lost take nothing, until ``join``."""
@@ -142,15 +140,10 @@ class Publisher:
             self._free()
 
     def _wait(self) -> None:
+        """Wait for the pulls, all at once. (Called with the lock.)"""
         if self._lease is not None:
-            for pull in (pull for pull in self._pulls if not (isinstance(pull, LazyMap) and pull.settled)):
-                try:
-                    resolved(pull)
-                except WorkerLost as error:
-                    if not error.ranks or not set(error.ranks).issubset(self.apart):
-                        raise
             self._lease.release()
-            self._pulls, self._lease = [], None
+            self._lease = None
 
 
 @dataclass(frozen=True)

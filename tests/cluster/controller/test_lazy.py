@@ -1,6 +1,4 @@
 import pickle
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,14 +91,3 @@ def test_arguments_are_resolved_and_others_are_left_alone(batch):
     assert resolved(LazyBatch(Counted(batch))) is batch
     assert resolved(LazyMap(Counted({"a": 1}))) == {"a": 1}
     assert resolved(batch) is batch and resolved(5) == 5
-
-
-def test_an_answer_that_nobody_wants_is_settled_once_its_calls_have_ended_well():
-    calls = [SimpleNamespace(landed=True, future=Future()), SimpleNamespace(landed=False, future=Future())]
-    source, (one, other) = Counted({}), calls
-    lazy = LazyMap(source, calls)
-    one.future.set_result(None)
-    assert not lazy.settled and not LazyMap(source).settled
-    other.landed = True
-    other.future.set_exception(DataError("wrong"))
-    assert not lazy.settled and LazyMap(source, [one]).settled and not source.asked

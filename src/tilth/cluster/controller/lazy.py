@@ -61,11 +61,6 @@ class LazyMap(_Lazy[Mapping[Any, Any]], Mapping[Any, Any]):
         super().__init__(resolve)
         self.calls = calls
 
-    @property
-    def settled(self) -> bool:
-        """True once all its calls have answered, none with an error: who wants no answer has nothing to wait for."""
-        return bool(self.calls) and all(one.landed and one.future.exception() is None for one in self.calls)
-
     def __getitem__(self, key: Any) -> Any:
         return self.wait()[key]
 
