@@ -63,7 +63,7 @@ class Kills(tiny.Recorder):
 
     def end(self, backend):
         """Kill one, and return its process id."""
-        found = psutil.Process(backend.pids()[self.chance.choice(self.ranks)])
+        found = psutil.Process(backend.probe(self.chance.choice(self.ranks)).pid)
         if self.inside is not None:
             below = found.children(recursive=True)
             found = self.chance.choice([one for one in below if self.inside in " ".join(one.cmdline())])
@@ -183,9 +183,12 @@ class KillsInUpdate(Kills):
             self.later.set()
 
 
-def test_a_replica_that_dies_beside_an_update_is_replaced_beside_the_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+def test_a_replica_that_dies_beside_an_update_is_replaced_beside_the_steps(tmp_path, monkeypatch, request, backend):
     """Its samples go on elsewhere with their tokens, and no step begins again. A replay without deaths has the same
     trajectories and weights bit for bit."""
+    if backend == "ray":
+        request.getfixturevalue("ray_here")
     for kind, name in ((PolicyWorker, "update"), (roles_rollout.RolloutWorker, "advance"), (roles_rollout, "LIMITS")):
         monkeypatch.setattr(kind, name, getattr(kind, name))  # the plugin is imported here too
     (tmp_path / "waits.py").write_text(WAITING.format(folder=str(tmp_path), killed=KILLED))
@@ -198,7 +201,7 @@ def test_a_replica_that_dies_beside_an_update_is_replaced_beside_the_steps(tmp_p
     monkeypatch.setattr(Cluster, "renew", late)
 
     def made(replicas):
-        cluster = {**POOLS, "pools": {"train": 1, "rollout": replicas}}
+        cluster = {"backend": backend, "pools": {"train": 1, "rollout": replicas}}
         placed = {**PLACED, "layout": {"dp": replicas}}
         plugins = [str(tmp_path / "waits.py")]
         how = {"algorithm": {"steps": 8}, "run": {"eval_every": 8}, "plugins": plugins}  # evaluations wait for it

@@ -16,6 +16,7 @@ from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import StorageError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.flows.callbacks import Callback
+from tilth.guard.recovery import EVICTS
 from tilth.launch.life import LifeOfRun
 from tilth.launch.survive import Survival, _named
 from tilth.runs.directory import RECOVERIES
@@ -370,6 +371,17 @@ def test_nobody_is_replaced_beside_others_once_that_is_given_up(monkeypatch):
     with raises(WorkerLost, "rollout.advance"):
         survival.replace(lost(2), 4)
     assert cluster.killed == [1] and survival.lost == {1} and not cluster.renewed
+
+
+def test_a_node_is_given_up_by_a_recovery_of_the_run(monkeypatch):
+    cluster = Beside()
+    cluster.repairable.nodes = lambda: ({0: "a", 1: "b"}, ("b",))
+    survival = cluster.survival(monkeypatch)
+    for step in range(1, EVICTS):
+        survival.replace(lost(1), step)
+    with raises(WorkerLost, "rollout.advance"):
+        survival.replace(last := lost(1), EVICTS)
+    assert cluster.renewed == [1] * (EVICTS - 1) and survival._decide(last, None, 0, 0.0).evict == "b"
 
 
 def test_who_was_replaced_after_the_last_step_is_told_at_the_end(monkeypatch):

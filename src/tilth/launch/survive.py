@@ -107,10 +107,9 @@ class Survival(Callback):
 
     def watch(self, ranks: Collection[int]) -> bool:
         """Let the loss of each of these workers concern only who waits for it, until a recovery; False where the run
-        has to recover: they have other roles, or no worker of this backend is replaced beside others."""
+        has to recover: they have other roles, or no worker of this backend is replaced."""
         groups = [group.role for group in self.cluster.groups if not set(ranks).isdisjoint(group.mesh.ranks)]
-        able = isinstance(self.cluster.backend, LocalBackend) and bool(self.restarts)
-        if not able or not {*groups} <= {"rollout", WEIGHT_SYNC}:
+        if self.cluster.repairable is None or not self.restarts or not {*groups} <= {"rollout", WEIGHT_SYNC}:
             return False
         self.cluster.dispatch.apart = frozenset(ranks)
         return True
@@ -139,7 +138,7 @@ class Survival(Callback):
         assert verdict is not None
         verdict = with_cause(verdict)
         action = self._decide(error, verdict, step, began)
-        if action.step != "replace" or action.ranks != error.ranks or len(action.ranks) != 1:
+        if action.step != "replace" or action.ranks != error.ranks or len(action.ranks) != 1 or action.evict:
             self._decided = error, action
             raise error
         self._beside.append(_first_line(verdict, step))
