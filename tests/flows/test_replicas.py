@@ -15,6 +15,7 @@ from tests.errors import raises
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap
+from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Lease
 from tilth.core.errors import DataError, WorkerLost
 from tilth.engines.protocol import EngineError
@@ -425,6 +426,27 @@ def test_a_new_worker_that_is_lost_before_it_takes_samples_is_mended_too(made):
     rollout.each[0].lost = True
     replicas.submit(flight(0))
     assert waited(replicas, 1).keys() == {0} and len({*map(id, asked)}) == 3
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_log_has_what_a_new_worker_takes_where_replicas_take_weights_in_their_own_time(own):
+    done = []
+    publisher = SimpleNamespace(leave=done.append, join=lambda place: done.append("join") or Publication(4, 3))
+    given = {
+        "recipe": Recipe(),
+        "state": SimpleNamespace(step=2),
+        "_publisher": publisher,
+        "_own_time": own,
+        "_least": 0,
+    }
+    sampler = SimpleNamespace(**given)
+    sampler._repair = SimpleNamespace(replace=lambda error, step: done.append(step))
+    sampler._engines = lambda: SimpleNamespace(part=lambda axis, places: places)
+    sampler._log_tokens = lambda part, **how: done.append(part)
+    sampler.events = SimpleNamespace(append=lambda kind, **fields: done.append((kind, fields)))
+    sampler._pull = partial(AsyncSampler._pull, sampler)
+    assert AsyncSampler._mend(sampler, 1, WorkerLost("gone")) == Publication(4, 3)
+    assert done == [1, 2, [1], "join", *([("pull", {"replica": 1, "version": 3})] if own else [])]
 
 
 def test_a_replica_that_is_being_replaced_holds_up_no_end_of_a_run(made, monkeypatch):

@@ -318,12 +318,12 @@ class AsyncSampler(Sampler):
         self._repair.replace(error, self.state.step)
         part = self._engines().part("dp", [place])
         self._log_tokens(part, least=self._least, keeps=repeats(self.recipe))
-        return self._publisher.join(place)
+        return self._pull(place, anew=True) if self._own_time else self._publisher.join(place)
 
-    def _pull(self, replica: int) -> Publication:
-        """Let a replica take the newest weights, before what it is asked for next."""
+    def _pull(self, replica: int, *, anew: bool = False) -> Publication:
+        """Let a replica take the newest weights, before what it is asked for next. anew: its worker is new."""
         assert self._publisher is not None
-        found = self._publisher.pull(replica)
+        found = self._publisher.join(replica) if anew else self._publisher.pull(replica)
         self.events.append("pull", replica=replica, version=found.version)
         return found
 
