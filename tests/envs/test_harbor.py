@@ -1,7 +1,9 @@
 """Task folders of Harbor, in its own format: built, worked on and judged in the sandbox."""
 
+import inspect
 import json
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +11,7 @@ from tests.errors import raises
 from tilth.core.errors import PluginError
 from tilth.envs.adapters import adapted
 from tilth.envs.environment import EnvironmentFault
-from tilth.envs.harbor import built
+from tilth.envs.harbor import LIMITS, _limit, built
 from tilth.sandbox.kernel import SandboxError
 from tilth.sandbox.run import Sandbox
 
@@ -135,7 +137,9 @@ def test_a_reward_of_several_parts(tmp_path):
     assert episode(tmp_path)[0].reward() == {"reward": 0.5, "style": 1.0}
 
 
-@pytest.mark.parametrize("test", ["exit 1", "echo nan? > /logs/verifier/reward.txt"])
+@pytest.mark.parametrize(
+    "test", ["exit 1", "echo nan > /logs/verifier/reward.txt", "echo nan? > /logs/verifier/reward.txt"]
+)
 def test_tests_without_a_reward_are_a_missing_one(tmp_path, test):
     make(tmp_path, test=test)
     with raises(EnvironmentFault, "environment.harbor.reward"):
@@ -256,7 +260,59 @@ def test_copies_beside_a_dockerignore_are_refused(tmp_path, name, word):
         built(task)
 
 
-@pytest.mark.parametrize("config", ["[agent", "[verifier]\ntimeout_sec = 'long'", "[agent]\ntimeout_sec = 0"])
+def read_by_harbor():
+    """Harbor's own package, which needs Python 3.12, as its parser of tasks reads a folder."""
+    reason = "harbor is not installed, or this is Python 3.11 (pip install harbor)"
+    return pytest.importorskip("harbor.models.task.task", reason=reason, exc_type=ImportError).Task
+
+
+CANARY = "<!-- harbor-canary GUID 1 -->\n# CANARY: not to be trained on\n\n"
+
+
+@pytest.mark.parametrize("config", [CONFIG, "", "[verifier]\ntimeout_sec = 7"])
+def test_a_task_is_read_as_by_harbor(tmp_path, config):
+    harbor, task = read_by_harbor(), make(tmp_path)
+    (task / "task.toml").write_text(config)
+    (task / "instruction.md").write_text(f"{CANARY}# Reverse\n\n# canary birds sing\n")
+    assert_alike(harbor, tmp_path)
+
+
+def test_unmodified_tasks_of_harbor_s_package_are_read_as_by_harbor():
+    harbor = read_by_harbor()
+    tasks = assert_alike(harbor, Path(inspect.getfile(harbor)).parents[2])
+    (template,) = (task for task in tasks if task.name == "template-task")  # as `harbor task init` copies it
+    made = adapted("harbor", str(template))()
+    (record,) = made.records(0)
+    made.reset(record)
+    assert call(made, "pwd") == "/app\n"
+    with raises(EnvironmentFault, "environment.harbor.reward"):  # its tests are to be written
+        made.reward()
+
+
+def assert_alike(harbor, folder):
+    """Every task that Harbor finds in a folder has its instruction and limits."""
+    kind = adapted("harbor", str(folder))
+    found = {Path(one["task"]): one["prompt"] for one in kind.records(0)}
+    tasks = [one.parent for one in folder.rglob("task.toml") if harbor.is_valid_dir(one.parent)]
+    for task in tasks:
+        read = harbor(task)
+        assert found[task] == read.instruction.strip()
+        limits = {section: _limit(task, section, key) for section, key in LIMITS}
+        wanted = read.config.environment.build_timeout_sec, read.config.agent.timeout_sec or 120.0
+        assert [*limits.values()] == [*wanted, read.config.verifier.timeout_sec]
+    return tasks
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "[environment]\nworkdir = '/srv'",
+        "[verifier.env]\nKEY = 'x'",
+        "[agent",
+        "[verifier]\ntimeout_sec = 'long'",
+        "[agent]\ntimeout_sec = 0",
+    ],
+)
 def test_a_bad_task_is_refused_before_the_first_episode(tmp_path, config):
     (make(tmp_path) / "task.toml").write_text(config)
     with raises(PluginError, "environment.harbor.task"):

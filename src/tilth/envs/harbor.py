@@ -68,8 +68,17 @@ VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C
 BYTES = 64 << 20
 """Most bytes of an episode's files."""
 TASK = "environment.harbor.task"
-LIMITS = (("environment", "build_timeout_sec"), ("agent", "timeout_sec"), ("verifier", "timeout_sec"))
-"""Section and key of each limit of a task."""
+LIMITS = {
+    ("environment", "build_timeout_sec"): 600.0, ("agent", "timeout_sec"): 120.0, ("verifier", "timeout_sec"): 600.0,
+}  # fmt: skip
+"""Section and key of each limit of a task -> its default: Harbor's, but for that of a command, which has none there."""
+UNKNOWN = {
+    "environment": ("env", "workdir", "mcp_servers", "healthcheck", "gpus", "tpu"),
+    "verifier": ("env", "environment", "collect"),
+}
+"""Section -> keys that change what a task is, and are not followed."""
+CANARY = r"(?i)\A(?:[ \t]*(?:#|<!--).*canary.*\n|[ \t]*\n)*"
+"""First lines of an instruction that mark it as a part of a benchmark; Harbor shows them to no agent."""
 _sandbox = cache(Sandbox)
 
 
@@ -205,10 +214,13 @@ def _word(name: str, text: str) -> str:
 
 @cache
 def _limit(task: Path, section: str, key: str = "timeout_sec") -> float:
-    """Return a limit of a task in seconds. PluginError: its task.toml says none."""
+    """Return a limit of a task in seconds. PluginError: its task.toml says none, or asks for what is not followed."""
     file = task / "task.toml"
     try:
-        found = float(tomllib.loads(file.read_text()).get(section, {}).get(key, 120.0))
+        given = tomllib.loads(file.read_text())
+        for name in (name for name in UNKNOWN.get(section, ()) if given.get(section, {}).get(name)):
+            raise PluginError(f"{file}: {section}.{name} is not followed in the sandbox; leave it out", key=TASK)
+        found = float(given.get(section, {}).get(key, LIMITS[section, key]))
     except (ValueError, TypeError, AttributeError) as error:
         raise PluginError(f"{file}: {error}; {section}.{key} is a number of seconds", key=TASK) from None
     if not 0 < found < math.inf:
@@ -235,7 +247,8 @@ class HarborEnvironment(Environment, declares=False):
     def records(cls, count: int) -> Iterator[dict[str, Any]]:
         """Yield a record for each task."""
         for task in cls._tasks()[: count or None]:
-            yield {"prompt": (task / "instruction.md").read_text().strip(), "task": str(task)}
+            asked = re.sub(CANARY, "", (task / "instruction.md").read_text())
+            yield {"prompt": asked.strip(), "task": str(task)}
 
     @classmethod
     @cache
@@ -270,7 +283,10 @@ class HarborEnvironment(Environment, declares=False):
         )
         try:
             parts = json.loads(found["reward.json"]) if "reward.json" in found else {"reward": found["reward.txt"]}
-            return {name: float(value) for name, value in parts.items()} | {"reward": float(parts["reward"])}
+            paid = {name: float(value) for name, value in parts.items()}
+            if all(map(math.isfinite, paid.values())):
+                return paid | {"reward": paid["reward"]}
+            raise ValueError
         except (KeyError, ValueError, TypeError, AttributeError):
             message = (
                 f"{self._task.name}: tests/test.sh (exit code {code}) left no reward in /logs/verifier: {said[-300:]}"
