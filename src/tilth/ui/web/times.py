@@ -32,7 +32,6 @@ from tilth.ui.heat import colour
 from tilth.ui.report import workers_of
 from tilth.ui.signs import living, sign_of
 from tilth.ui.timeline import LANES, chosen, hues, lanes, pictures
-from tilth.ui.top import first_line
 from tilth.ui.web.follow import FollowedRun
 from tilth.ui.web.search import StoredFile
 
@@ -95,10 +94,8 @@ def _last_step(path: Path) -> int:
 def time_page(run: FollowedRun, steps: range | None) -> Row:
     """Return pictures of the time of some steps, and which ranks are slow. DataError: there are no events of them."""
     if steps is None:
-        made = _newest_times(run.path, _events_state(run)) | {"slow": slow_rank_of(run)}
-    else:
-        made = _times(run.path, steps)
-    return made | {"warned": [first_line(one) for one in read_warnings(run.path) if one["kind"] == "slow"]}
+        return _newest_times(run.path, _events_state(run)) | {"slow": slow_rank_of(run)}
+    return _times(run.path, steps)
 
 
 def _events_state(run: FollowedRun) -> tuple[FileState, ...]:
@@ -135,7 +132,7 @@ def _times(run: Path, steps: range | None) -> Row:
     verdict, _ = (None, -1) if steps is None else slow_in(events, known)
     return pictures(events, found) | {
         "first": int(found.steps[0]), "last": int(found.steps[-1]), "slow": verdict.evidence if verdict else "",
-        "compared": len(found.ranks) > 1 and len(found.steps) >= FEWEST,
+        "compared": len(found.ranks) > 1 and len(found.steps) >= FEWEST, "heat": heat(events, found),
         "idle": idle_share(found), "steps": list(zip(found.steps.tolist(), found.seconds.tolist()))[-NEWEST:],
         "attempt": found.attempt, "step": float(np.median(found.seconds)),
     }  # fmt: skip
@@ -162,13 +159,15 @@ def lanes_of(run: FollowedRun, step: int, part: tuple[float, float]) -> Row:
 
 def health_page(run: FollowedRun) -> Row:
     """Return who lives, what each rank does and uses, what was survived and warned of, and a heat map of phases."""
-    look, state, written = run.look(), run.state(), _events_state(run)
+    look, state, times = run.look(), run.state(), Row()
+    with suppress(DataError):  # there is no step yet, or the page on time names the trouble
+        times = time_page(run, None)
     survived = look.recoveries
     findings = [{"title": f"{format.outcome(one)}: {format.survived(one)}", **_verdict(one)} for one in survived]
     findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
     return {
         "look": look, "workers": [_worker(row) for row in living(look.state)], "used": workers_of(state),
-        "slow": slow_rank_of(run), "heat": heat(run.path, written), "nodes": nodes_of(run.path, written),
+        "slow": times.get("slow"), "heat": times.get("heat"), "nodes": nodes_of(run.path, _events_state(run)),
         "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
         "ettr": look.ettr(), "hour": look.ettr(HOUR), "state": state,
         "lost": sum(one["lost"] + one["seconds"] for one in survived), "count": len(survived),
@@ -203,17 +202,8 @@ def _worker(row: Mapping[str, Any]) -> Row:
     return {**row, "late": late, "doing": doing, "beat": row.get("heartbeat_age")}
 
 
-@lru_cache(KEPT)
-def heat(run: Path, state: tuple[FileState, ...]) -> Row | None:
-    """Return the time of ranks in each part of the newest steps over the median of the ranks; None without peers.
-
-    state: ``_events_state``, of which it is computed anew.
-    """
-    try:
-        events, steps = read_steps_of(run, None)
-    except DataError:
-        return None
-    found = account(events, steps)
+def heat(events: Events, found: Account) -> Row | None:
+    """Return the time of ranks in each part of some steps over the median of the ranks; None without peers."""
     if len(found.ranks) < 2:
         return None
     usual = np.median(found.by_rank, axis=0)
@@ -224,9 +214,8 @@ def heat(run: Path, state: tuple[FileState, ...]) -> Row | None:
         cells = [(s / len(found.steps), ratio, "#{:02x}{:02x}{:02x}".format(*colour(ratio))) for s, ratio in took]
         codes = np.unique(events.place.codes[events.rank == found.ranks[i]])
         rows.append((found.ranks[i], next(filter(None, (events.place.names[c] for c in codes)), ""), cells))
-    names = [found.names[k] for k in shown]
     ends = {"first": int(found.steps[0]), "last": int(found.steps[-1])}
-    return {"names": names, "rows": rows, **ends}
+    return {"names": [found.names[k] for k in shown], "rows": rows, **ends}
 
 
 # ---- what if ----
