@@ -269,7 +269,7 @@ def test_intervals_are_around_the_curve_and_beside_the_best(tmp_path):
 
 
 def tiles(page):
-    return re.findall(r'<div class="tile[^"]*"><span>(.*?)</span><b>(.*?)</b><small>(.*?)</small>', page)
+    return re.findall(r'<div class="tile[^"]*"><span>(.*?)</span><b[^>]*>(.*?)</b><small>(.*?)</small>', page)
 
 
 def test_tiles_say_what_their_numbers_are_of(finished):

@@ -338,6 +338,7 @@ def test_the_folder_of_a_run_shows_that_run(folder):
 def test_numbers_are_those_of_the_summary(client, folder):
     s = summarise(folder / "sums-a-001")
     words = page_of(client, "/runs/sums-a-001").words
+    assert re.search(r"Held-out accuracy \S[^%]* 71.3 % ", words)  # beside its curve
     for want in (f"{100 * s['accuracy_last']:.1f} %", f"{s['tokens_per_second_generate']:,.0f}", "742 MB", "771 MB",
                  "AMD EPYC 7B13", "806,000", f"{s['mismatch_max']:.1e}"):  # fmt: skip
         assert want in words, want
@@ -393,7 +394,7 @@ def test_numbers_of_random_runs_are_those_of_tilth_show(tmp_path, monkeypatch):
         found = CliRunner().invoke(app, ["show", str(tmp_path / name), "--json"])
         s = json.loads(found.stdout)
         text = client.get(f"/runs/{name}").text
-        tiles = dict(re.findall(r'<div class="tile[^"]*"><span>([^<]*)</span><b>([^<]*)</b>', text))
+        tiles = dict(re.findall(r'<div class="tile[^"]*"><span>([^<]*)</span><b[^>]*>([^<]*)</b>', text))
         rates = {what: s[f"tokens_per_second_{what}"] or 0 for what in ("generate", "train")}
         expected = {
             "Steps": f"{s['steps']:,}", "Time": format.timed(s["seconds"]),
@@ -751,6 +752,26 @@ def test_a_torn_last_file_of_a_process_is_left_out(folder, tmp_path):
     client = client_of(tmp_path)[0]
     assert "of attempt 1" in page_of(client, "/runs/ranks/time?steps=10:14").words
     assert client.get("/runs/ranks/lanes.json?step=12").status_code == 200
+
+
+def test_warnings_of_a_run_without_ranks_are_among_its_verdicts(tmp_path):
+    with made.running(tmp_path) as run:
+        run.warn(1, "every reward was <0>")
+        read_metrics(run.path)
+        words = page_of(client_of(tmp_path)[0], "/runs/live/health").words
+    assert "step 1 · warning every reward was <0>" in words and "No warning" not in words
+
+
+def test_the_steps_of_a_running_run_are_those_of_its_head(tmp_path, monkeypatch):
+    """They come with each news, the other tiles and what depends on the summary now and then."""
+    monkeypatch.setattr("tilth.ui.web.follow.SHARE", 1e9)
+    with made.running(tmp_path) as run:
+        followed = RunsFolder(tmp_path).get("live")
+        assert followed.summary()["steps"] == 1
+        run.commit_step({"step": 2, "phase": "grpo", "loss": 0.5, "phase_step": 1, "phase_steps": 9})
+        read_metrics(run.path)
+        assert (followed.summary()["steps"], views.standing(followed)["s"]["steps"]) == (1, 2)
+        assert 'id="done">2</b>' in views.tiles(followed)
 
 
 def test_health_has_a_heat_map_and_the_verdicts(client):

@@ -66,7 +66,8 @@ const draw = async figure => {
   const box = figure.closest('.plots'), canvas = figure.querySelector('.canvas');
   const metrics = JSON.parse(figure.dataset.metrics);
   const [Plotly, found] = await Promise.all([plotly(), json(address(box, metrics))]);
-  const y = {type: 'log' in figure.dataset ? 'log' : 'linear', tickformat: figure.dataset.form === 'share' ? '.0%' : ''};
+  const y = figure.dataset.form === 'share' ? {tickformat: '.0%', rangemode: 'nonnegative'} : {};
+  if ('log' in figure.dataset) y.type = 'log';
   const shape = layout({title: {text: box.dataset.title, standoff: 4}}, y,
     {shapes: marks(found), annotations: notes(found), uirevision: 'kept'});
   await Plotly.react(canvas, traces(figure, found), shape, config);
@@ -285,6 +286,8 @@ const listen = () => {
       const part = document.getElementById(id);
       if (part && !held(part)) part.innerHTML = text;
     }
+    const done = document.getElementById('done');  // in the tiles, which come rarely
+    if (done && news.step) done.textContent = news.step.toLocaleString('en-US');
     if (!first) update(news);
     first = false;
   });

@@ -165,11 +165,13 @@ def health_page(run: FollowedRun) -> Row:
     survived = look.recoveries
     findings = [{"title": f"{format.outcome(one)}: {format.survived(one)}", **_verdict(one)} for one in survived]
     findings += [{"title": f"warning: {one['kind']}", **_verdict(one)} for one in read_warnings(run.path)]
+    told = [{"time": "", "evidence": one["text"], **one} for one in state.get("warnings") or ()]
+    findings += [{"title": "warning", **_verdict(one)} for one in told]
     return {
         "look": look, "workers": [_worker(row) for row in living(look.state)], "used": workers_of(state),
         "slow": times.get("slow"), "heat": times.get("heat"), "nodes": nodes_of(run.path, _events_state(run)),
-        "findings": sorted(findings, key=lambda one: one["time"], reverse=True)[:100], "running": look.running,
-        "ettr": look.ettr(), "hour": look.ettr(HOUR), "state": state,
+        "findings": sorted(findings, key=lambda one: (one["step"], one["time"]), reverse=True)[:100],
+        "running": look.running, "ettr": look.ettr(), "hour": look.ettr(HOUR), "state": state,
         "lost": sum(one["lost"] + one["seconds"] for one in survived), "count": len(survived),
     }  # fmt: skip
 

@@ -209,12 +209,15 @@ def run_page(run: FollowedRun, words: str, axis: str, smooth: int) -> Row:
 
 def standing(run: FollowedRun) -> Row:
     """Return what changes of a run's page as it goes, besides its head and its charts: numbers, warnings, notes."""
-    summary, table = run.summary(), run.table
+    table, phases = run.refresh(), Counter[str]()
+    summary = run.summary() | ({"steps": int(table.column("step")[-1])} if len(table) else {})  # it may be behind
+    if summary["state"] != "running":  # else they would be behind the step, which comes with each news
+        phases.update(table.phase_steps())
     notes = [f"{table.unread:,} lines of metrics.jsonl are no records of a step"] if table.unread else []
     return {
         "s": summary, "measures": format.MEASURES, "notes": notes, "missing": summary["rewards_missing"],
         "scored": int(sum(table.steps().values("samples"))) if "reward/missing" in table.names else None,
-        "spent": spent_steps(summary, table.phase_steps()),
+        "spent": spent_steps(summary, phases),
         "warnings": summary["warnings"] + findings(run.path, summary),
     }  # fmt: skip
 
