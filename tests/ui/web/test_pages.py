@@ -190,6 +190,8 @@ def test_the_list_names_what_is_finished_and_what_is_broken(client):
     states = [a["class"] for n, a in page.seen if n == "span" and a.get("class", "").startswith("state ")]
     assert sorted(states) == ["state broken", "state finished", "state finished", "state finished"]
     assert "ranks" not in page_of(client, "/?q=agents").words
+    rows = rows_of_page(client)  # of one without an evaluation and rewards, the loss
+    assert "loss 0.0833" in rows["ranks"] and "loss" not in rows["sums-a-001"]
     assert "No runs match" in page_of(client, "/?q=nothing-like-this").words
 
 
@@ -756,10 +758,12 @@ def test_a_torn_last_file_of_a_process_is_left_out(folder, tmp_path):
 
 def test_warnings_of_a_run_without_ranks_are_among_its_verdicts(tmp_path):
     with made.running(tmp_path) as run:
-        run.warn(1, "every reward was <0>")
+        for step in (1, 1200):
+            run.warn(step, "every reward was <0>")
         read_metrics(run.path)
-        words = page_of(client_of(tmp_path)[0], "/runs/live/health").words
-    assert "step 1 · warning every reward was <0>" in words and "No warning" not in words
+        words = page_of(client := client_of(tmp_path)[0], "/runs/live/health").words
+    assert "step 1,200 · warning: every reward was <0>" in words and "No warning" not in words
+    assert "After step 1; 1,200: every reward was <0>." in page_of(client, "/runs/live").words
 
 
 def test_the_steps_of_a_running_run_are_those_of_its_head(tmp_path, monkeypatch):

@@ -158,9 +158,11 @@ def row_of_run(run: FollowedRun) -> Row:
     sweep = state.get("sweep") or ""
     key = next((key for key in METRICS if summary.get(key) is not None), None)
     cpu = (state.get("environment") or {}).get("cpu") or ""
+    loss = _last(run.table, "loss")  # of a run without another metric yet
     words = (name, found["recipe"], found["flow"], found["state"], state.get("host"), cpu)
     return found | {
-        "name": name, "planned": summary["steps_planned"], "shown": measured(found), "sweep": sweep,
+        "name": name, "planned": summary["steps_planned"], "sweep": sweep,
+        "shown": measured(found) or (f"loss {format.number(loss['last'])}" if loss else ""),
         "tags": [sweep] if sweep else tags_of(name),
         "rate": summary["tokens_per_second_generate"] or summary["tokens_per_second_train"],
         "host": state.get("host"), "spark": spark(run.table, SHAPES[key] if key else "loss"),
@@ -214,11 +216,14 @@ def standing(run: FollowedRun) -> Row:
     if summary["state"] != "running":  # else they would be behind the step, which comes with each news
         phases.update(table.phase_steps())
     notes = [f"{table.unread:,} lines of metrics.jsonl are no records of a step"] if table.unread else []
+    warned = dict[str, list[str]]()
+    for one in summary["warnings"] + findings(run.path, summary):
+        warned.setdefault(one["text"], []).append(f"{one['step']:,}")
     return {
         "s": summary, "measures": format.MEASURES, "notes": notes, "missing": summary["rewards_missing"],
         "scored": int(sum(table.steps().values("samples"))) if "reward/missing" in table.names else None,
         "spent": spent_steps(summary, phases),
-        "warnings": summary["warnings"] + findings(run.path, summary),
+        "warnings": warned,
     }  # fmt: skip
 
 
