@@ -240,6 +240,7 @@ def test_the_list_sees_a_process_that_ended_without_a_word(tmp_path, monkeypatch
             read_metrics(run.path)  # waits for what is still to be written
             assert "running" in rows_of_page(client)["live"]
         monkeypatch.setattr("tilth.runs.readers._lives", lambda pid, started: False)
+        assert "the command that began it continues it" in page_of(client, "/runs/live").words
         assert "interrupted" in rows_of_page(client)["live"] and counted == ["live", "live"]
 
 
@@ -551,7 +552,7 @@ def test_the_colour_of_a_number():
 
 def test_turns_calls_and_rewards_of_an_episode(client):
     page = page_of(client, "/runs/agents/group?step=1&group=7")
-    assert "how many <b>nuts</b>?" in "".join(page.text) and "tool, 1 tokens" in page.words
+    assert "how many <b>nuts</b>?" in "".join(page.text) and "tool, 1 tokens: ⟨5⟩" in page.words
     assert "reward 0.25" in page.words and "format 0.5" in page.words and "missing" in page.words
 
 
