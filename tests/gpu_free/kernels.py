@@ -102,6 +102,34 @@ class Sampler:
         return tokens, picked[0], picked[1] if given[-1] else None
 
 
+@torch.library.custom_op("pretended::rope_cache", mutates_args=("keys", "values"))
+def _rope_cache(
+    every: torch.Tensor, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None, eps: float, cos: torch.Tensor,
+    sin: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    from tilth.models.rope import rotate
+
+    kv_heads, width = keys.shape[-2:]
+    heads = every.shape[1] // width - 2 * kv_heads
+    q, k, v = every.view(len(every), -1, width).split((heads, kv_heads, kv_heads), 1)
+    if query_norm is not None:
+        q, k = (_rms(x, (width,), None, eps) * weight for x, weight in ((q, query_norm), (k, key_norm)))
+    for cached, new in ((keys, rotate(k, cos, sin)), (values, v)):
+        cached.view(-1, kv_heads, width).index_copy_(0, slots, new[: len(slots)])
+    return rotate(q, cos, sin)
+
+
+class RopeCache:
+    """Kernel of rotary embedding and cache, in place of ``tilth.models.kernels.rope_cache``."""
+
+    @staticmethod
+    def write(every, norms, eps, tables, keys, values, slots):
+        given = (every, *(norms or (None, None)), eps, *tables, keys, values, slots)
+        if any(isinstance(x, torch.Tensor) and not (isinstance(x, DeviceTensor) and x.is_contiguous()) for x in given):
+            fault("rope and cache: operands that are not dense, or not on the device")
+        return torch.ops.pretended.rope_cache(*given)
+
+
 def rms_norm(x, shape, weight=None, eps=None):
     if not isinstance(x, DeviceTensor):
         return _rms(x, shape, weight, eps)

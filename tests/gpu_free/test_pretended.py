@@ -33,6 +33,7 @@ from tilth.engines.cache import KVCache
 from tilth.engines.pages import PagedRows, PagePool
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.runner import Graphs
+from tilth.models import decoder
 from tilth.models.activations import HostActivations
 from tilth.training import engine as engine_room
 from tilth.training.engine import negative_log_likelihood
@@ -83,6 +84,21 @@ def test_filters_are_in_the_graph_with_the_kernel_of_the_sampler(monkeypatch):
     counts = decode_step(TOP_P, compile=True)
     assert counts.graphs == 1 and counts.beside <= 6 and counts.waits.total() == 1, counts.where
     assert same_as_a_cpu(TOP_P) > 0.9
+
+
+@pytest.mark.parametrize(("norms", "before"), [pytest.param(False, 19, marks=SLOW), (True, 26)], ids=["plain", "norms"])
+def test_rope_and_the_write_to_pages_are_one_launch_with_their_kernel(monkeypatch, norms, before):
+    """Launches of a layer over pages without it and with it; the answers stay."""
+    from tests.gpu_free.kernels import RopeCache
+
+    def layer():
+        few, many = (decode_step(GREEDY, config=replace(shape(layers), qk_norm=norms)) for layers in (1, 3))
+        return (many.beside - few.beside) / 2
+
+    plain, right = layer(), across_pages(norms)
+    monkeypatch.setattr(decoder, "chosen", lambda name, x: RopeCache if x.is_cuda and name == "rope_cache" else None)
+    assert (plain, layer()) == (before, 15)
+    assert np.array_equal(across_pages(norms), right)
 
 
 @SLOW
@@ -231,9 +247,10 @@ def test_a_capture_of_a_cache_laid_out_anew_is_seen(monkeypatch):
     assert same_as_a_cpu() < 0.9
 
 
-def across_pages():
+def across_pages(norms=False):
     """Log-probs of answers that go on in a second page, for which the pool grows after the first graph."""
-    params, model = replace(GREEDY, max_tokens=20), make_model(shape(1), dtype=torch.bfloat16)
+    params, config = replace(GREEDY, max_tokens=20), replace(shape(1), qk_norm=norms)
+    model = make_model(config, dtype=torch.bfloat16)
     engine = make_engine(model.to(CUDA), device=CUDA, max_length=512, compile=True)
     prompts = np.random.default_rng(0).integers(0, 11, (3, 250))
     return np.concatenate([t.logprobs for t in engine.generate([Request(i, p, params) for i, p in enumerate(prompts)])])

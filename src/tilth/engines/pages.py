@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilth.core.device import CAPABILITY, to_device
-from tilth.models.attention import paged_attention
+from tilth.models.attention import CacheSlots, paged_attention
 from tilth.models.config import DecoderConfig
 from tilth.plan.kernels import PAGE, PAGED_TORCH, ROWS, grown
 from tilth.plan.shape import pages_fit, torch_has_pages
@@ -165,21 +165,25 @@ class PagedContext:
     def __init__(self, slab: PagedRows, table: Tensor, start: Tensor, width: int, multiple: int = ROWS) -> None:
         self._slab, self._table, self._longest = slab, table, (width, table.shape[1] * PAGE)
         place = start[:, None] + torch.arange(width, device=start.device)
-        self._slots = (table.gather(1, place // PAGE) * PAGE + place % PAGE).flatten()
+        self._places = (table.gather(1, place // PAGE) * PAGE + place % PAGE).flatten()
         self._lengths = (start + width).int()
         queries = torch.arange(0, place.numel() + 1, width, dtype=torch.int32, device=start.device)
         self._ends = queries, F.pad(self._lengths.cumsum(0, dtype=torch.int32), (1, 0))
         self._tokens, self.spare = place.numel(), -place.numel() % (multiple if width == 1 else 1)
         self.positions = F.pad(place.flatten(), (0, self.spare))
 
+    def slots(self, layer: int) -> CacheSlots:
+        """Return where keys and values of the new tokens belong."""
+        return CacheSlots(self._slab.keys[layer], self._slab.values[layer], self._places)
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Write k and v to the pages and attend over them; arguments of ``AttentionContext.attend``, without sinks."""
-        if self.spare:
-            q, k, v = (x[: self._tokens] for x in (q, k, v))
-        keys, values = self._slab.keys[layer], self._slab.values[layer]
+        """Write k and v to the pages, unless they are these (``slots``), and attend over them; arguments of
+        ``AttentionContext.attend``, without sinks."""
+        q, (keys, values, places) = q[: self._tokens], self.slots(layer)
         for cached, new in ((keys, k), (values, v)):
-            cached.flatten(0, 1).index_copy_(0, self._slots, new)
+            if new is not cached:
+                cached.flatten(0, 1).index_copy_(0, places, new[: self._tokens])
         out = paged_attention(q, keys, values, self._ends, self._longest, self._table, self._lengths, window)
         return F.pad(out, (0, 0, 0, 0, 0, self.spare)) if self.spare else out

@@ -8,7 +8,7 @@ kernels by the number of keys) and key lengths in multiples of 16, so that they 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,16 @@ class DropoutContext:
         n = self.tokens.shape[0]
         scale = keep.to(x.dtype).mul_(1 / (1 - p))
         return x * (scale if n == x.shape[0] else F.pad(scale, (0, 0, 0, x.shape[0] - n), value=1.0))
+
+
+class CacheSlots(NamedTuple):
+    """Places in the cache of a layer, to which a kernel may write the keys and values of new tokens."""
+
+    keys: Tensor
+    """[..., heads, width], as ``values``."""
+    values: Tensor
+    slots: Tensor
+    """int64 [T], of each new token among all slots."""
 
 
 class AttentionContext(Protocol):

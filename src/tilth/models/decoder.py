@@ -19,11 +19,12 @@ from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
 from tilth.models import fused
 from tilth.models.activations import HostActivations, resident, run_layer
-from tilth.models.attention import AttentionContext, DropoutContext
+from tilth.models.attention import AttentionContext, CacheSlots, DropoutContext
 from tilth.models.casts import cast
 from tilth.models.config import DecoderConfig, check
 from tilth.models.family import encoder_of, family_of
 from tilth.models.inputs import EncoderInput, ModelInput
+from tilth.models.kernels import chosen
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wide
 from tilth.models.lora import Adapter, LinearChange
 from tilth.models.moe import ExpertContext, MoE
@@ -161,15 +162,18 @@ class Attention(nn.Module):
         self.k_norm = norm_of(config) if config.qk_norm else None
         self.joined: tuple[Tensor, Tensor | None] | None = None
 
-    def forward(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys (normed and rotated) and values, [N, heads, head_dim] each."""
+    def forward(self, x: Tensor, tables: Tables, into: CacheSlots | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys (normed and rotated) and values, [N, heads, head_dim] each; for keys and values those
+        of ``into``, if a kernel has written them there."""
         rows, hd = x.shape[0], self.head_dim
         heads, kv_heads = (part.weight.shape[0] // hd for part in (self.q_proj, self.k_proj))  # perhaps one rank's
         if self.joined is not None and not torch.is_grad_enabled():
             every = _product_of([self.q_proj, self.k_proj, self.v_proj], self.joined, x)
+            by = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+            eps = 0.0 if self.q_norm is None else self.q_norm.eps
+            if into is not None and self._plain(tables) and (kernel := chosen("rope_cache", every)):
+                return kernel.write(every, by, eps, tables, *into), into.keys, into.values
             if self._fuses(every, tables):
-                by = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-                eps = 0.0 if self.q_norm is None else self.q_norm.eps
                 q, k = fused.heads(every, by, tables, (heads, kv_heads, hd), eps)
                 return q, k, every[:, (heads + kv_heads) * hd :].view(rows, kv_heads, hd)
             every = every.view(rows, heads + 2 * kv_heads, hd)
@@ -186,12 +190,17 @@ class Attention(nn.Module):
         q = q if self.scale == 1 else q * self.scale
         return rotate(q, *tables), rotate(k, *tables), v
 
+    def _plain(self, tables: Tables) -> bool:
+        """Return True if nothing but norms of heads and the rotation of all of their width is between products and
+        attention."""
+        normed = self.q_norm is None or (type(self.q_norm) is RMSNorm and not self.wide_norm)
+        return self.scale == 1 and normed and tables[0].shape[-1] == self.head_dim
+
     def _fuses(self, x: Tensor, tables: Tables) -> bool:
         """Return True if one pass norms and rotates the heads of a joined product."""
         norm, width = self.q_norm, self.head_dim
-        plain = self.scale == 1 and not self.wide_norm and tables[0].shape[-1] == width and fused.serves(x)
-        normed = norm is None or (type(norm) is RMSNorm and plain and fused.norms(width, norm.eps))
-        return plain and normed and fused.rotates(width)
+        plain = self._plain(tables) and fused.serves(x)
+        return plain and (norm is None or fused.norms(width, norm.eps)) and fused.rotates(width)
 
     def _normed(self, norm: RMSNorm, heads: Tensor) -> Tensor:
         return norm(heads.flatten(1)).view(heads.shape) if self.wide_norm else norm(heads)
@@ -270,13 +279,15 @@ class Layer(nn.Module):
         enter, leave = self.parts
         own = tables_of(tables, self.window is not None)
         sinks = () if self.self_attn.sinks is None else (self.self_attn.sinks,)
-        mixed = ctx.attend(self.layer, *enter(self, x, own), self.window, *sinks)
+        slots = getattr(ctx, "slots", None)  # a cache to which a kernel may write
+        into = () if slots is None else (slots(self.layer),)
+        mixed = ctx.attend(self.layer, *enter(self, x, own, *into), self.window, *sinks)
         routed = (ctx.experts,) if isinstance(self.mlp, MoE) else ()
         return leave(self, x, mixed, ctx.dropout if self.dropout and self.training else None, *routed)
 
-    def enter(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of attention: q, k, v [N, heads, head_dim]."""
-        return self.self_attn(self.input_layernorm(x), tables)
+    def enter(self, x: Tensor, tables: Tables, *into: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of attention: q, k, v [N, heads, head_dim]. into: see ``Attention``."""
+        return self.self_attn(self.input_layernorm(x), tables, *into)
 
     def leave(self, x: Tensor, mixed: Tensor, dropout: DropoutContext | None, *routed: ExpertContext | None) -> Tensor:
         """Return the layer's output, given attention's result [N, heads, head_dim].

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilth.models.kernels import linear_cross_entropy as head
-from tilth.models.kernels import sampler
+from tilth.models.kernels import rope_cache, sampler
 from tilth.plan.kernels import head_stages
 
 TARGETS = {
@@ -30,6 +30,10 @@ MEMORY = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KB of shared memory that a program may have."""
 POINTERS = {"hidden": "*bf16", "weight": "*bf16", "grad": "*bf16", "targets": "*i64", "scale": "fp32"}
 POINTERS |= dict.fromkeys(("parts", "kept", "joined", "logp", "uniform", "top_p", "min_p", "picked"), "*fp32")
+POINTERS |= dict.fromkeys(("every", "query_norm", "key_norm", "cos", "sin", "queries", "keys", "values"), "*bf16") | {
+    "slots": "*i64",
+    "eps": "fp32",
+}
 POINTERS |= {"greedy": "*i1", "top_k": "*i64", "tokens": "*i64"}
 ALIGNED = {"d", "v", "width"}
 """Numbers that are multiples of 16, as Triton finds out when it is called."""
@@ -43,6 +47,13 @@ KERNELS = {
     "join": (head._join_kernel, {"ROWS": 128}),
     "gradient of logits": (head._gradient_kernel, {**OF_TILES, "ENTROPY": False}),
     "gradient of logits, with entropy": (head._gradient_kernel, {**OF_TILES, "ENTROPY": True}),
+    **{
+        f"{name}rope and pages, 32 and 8 heads of 128": (
+            rope_cache._heads_kernel,
+            {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "PADDED": 64, "NORM": bool(name), "SPAN": rope_cache.SPAN},
+        )
+        for name in ("norms of heads, ", "")
+    },
     "sampler": (sampler._choice_kernel, {"FILTERED": False, "BLOCK": sampler.BLOCK}),
     "sampler, filters": (sampler._choice_kernel, {"FILTERED": True, "BLOCK": sampler.BLOCK}),
 }  # fmt: skip
@@ -61,6 +72,8 @@ def compile_for(target: str, kernel, constants, **options) -> Resources:
     names = kernel.arg_names
     if "BLOCK" in constants:
         options = {"num_warps": sampler.WARPS} | options
+    if "SPAN" in constants and "HEADS" in constants:
+        options = {"num_warps": rope_cache.WARPS} | options
     if "COLUMNS" in constants:
         options = {"num_warps": TILES.warps, "num_stages": head_stages(MEMORY[target] << 10)} | options
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}

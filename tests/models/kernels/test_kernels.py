@@ -111,7 +111,7 @@ def test_a_gpu_gets_the_kernels_of_a_dtype(a_gpu, monkeypatch):
     as_version(monkeypatch, "3.9.0")
     monkeypatch.setattr("tilth.models.kernels.importlib.import_module", lambda name: name.rpartition(".")[2])
     for dtype, found in (
-        (torch.bfloat16, {"linear_cross_entropy"}),
+        (torch.bfloat16, {"linear_cross_entropy", "rope_cache"}),
         (torch.float32, {"sampler"}),
         (torch.float64, set()),
     ):

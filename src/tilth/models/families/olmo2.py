@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tilth.models.attention import DropoutContext
+from tilth.models.attention import CacheSlots, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Layer, WideRMSNorm, norm_of
 from tilth.models.family import ATTENTION, EMBEDDING, END, SWIGLU, Family, norm, norm_behind, normed_behind
@@ -29,8 +29,8 @@ class PostNormLayer(Layer):
         del self.input_layernorm
         self.post_feedforward_layernorm = norm_of(config)
 
-    def enter(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn(x, tables)
+    def enter(self, x: Tensor, tables: Tables, *into: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn(x, tables, *into)
 
     def leave(self, x: Tensor, mixed: Tensor, dropout: DropoutContext | None, *routed: ExpertContext | None) -> Tensor:
         mixed = self.post_attention_layernorm(self.self_attn.o_proj(mixed.flatten(1)))

@@ -25,6 +25,7 @@ KERNELS = {
     "linear_cross_entropy": KernelChoice(
         "tilth.models.kernels.linear_cross_entropy", "models.logprobs", (torch.bfloat16, torch.float16)
     ),
+    "rope_cache": KernelChoice("tilth.models.kernels.rope_cache", "models.decoder", (torch.bfloat16, torch.float16)),
     "sampler": KernelChoice("tilth.models.kernels.sampler", "engines.sampling", (torch.float32,)),
 }
 
