@@ -238,7 +238,7 @@ def main() -> None:
                 for one in rows(count, megabytes, options, Path(place)):
                     found.append(one)
                     print(line(one), flush=True)
-    write_rows(options.json, found)
+                    write_rows(options.json, found)
     sys.exit(any(failures(one) for one in found))
 
 

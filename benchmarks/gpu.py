@@ -9,8 +9,10 @@ where they are installed, vLLM, TRL and the ``Trainer`` (which needs ``accelerat
 parameters with random weights, so nothing is downloaded. With fp32 weights and AdamW (16 bytes a parameter), 1.5B is
 the largest that trains on one GPU of 80 GB; of 8B there are generation and what its memory would be.
 
-A part that fails or takes too long is a row with its error, the next ones still run, and the exit status is 1. What the
-time did not suffice for is a row, too. The first row is the machine: device, driver, versions.
+Parts come in the order of what they are worth. A part that fails or takes too long is a row with its error, behind the
+rows that it wrote until then; the next ones still run, and the exit status is 1. What the time did not suffice for is a
+row, too. PATHs are written anew after each part, so that they have all that there is whenever the machine goes. The
+first row is the machine: device, driver, versions.
 """
 
 import argparse
@@ -40,6 +42,8 @@ HERE = Path(__file__).parent
 Row = dict[str, Any]
 PRETENDED = "pretended"
 """``--device`` of tests on a pretended device, which have all minutes for themselves."""
+GRACE = 20.0
+"""Seconds in which a part whose time is over may write its rows: pytest reports what has run."""
 RIVALS = ("torch", "transformers", "accelerate", "trl", "vllm")
 
 
@@ -59,8 +63,9 @@ class Part:
     def command(self, device: str, quick: bool, result: Path) -> list[str]:
         """What is run; its rows, or pytest's report, go to ``result``."""
         if self.script == "pytest":
-            files = sorted((HERE.parent / "tests").rglob("test_*.py"))  # to import all takes 40 s
-            tests = [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+            files = (HERE.parent / "tests").rglob("test_*.py")  # to import all takes 40 s
+            found = (path for path in files if "mark.gpu" in path.read_text(encoding="utf-8"))
+            tests = [str(path) for path in sorted(found, key=lambda path: (path.name != "test_gpu.py", path))]
             how = ["-q", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={result}"]
             plugin = ["-p", "tests.gpu_free.device"] if device == PRETENDED else []
             return [sys.executable, "-m", "pytest", *plugin, *how, *tests]
@@ -78,11 +83,7 @@ class Part:
 
 GENERATED = ("model", "dtype", "case", "contender", "tokens_per_second", "over_hugging_face", "worst_logit_gap")
 PARTS = (
-    Part("tests", "pytest", 240, columns=("passed", "failed", "skipped", "seconds")),
-    Part(
-        "memory", "memory", 120, "--models 0.5B,1.5B,8B --dtypes bf16", "--dtypes bf16",
-        ("model", "what", "predicted_bytes", "peak_bytes", "predicted_over_peak"),
-    ),
+    Part("tests", "pytest", 240, columns=("passed", "failed", "skipped", "seconds", "failures")),
     Part(
         "generation", "generate", 330,
         "--models 0.5B --dtypes bf16 --repeats 2 --contenders 'tilth eager,tilth compiled,loop eager,vllm'",
@@ -99,14 +100,18 @@ PARTS = (
          "trained_tokens_per_second", "compile_seconds", "peak_bytes"),
     ),
     Part(
-        "checkpoint", "checkpoint", 150,
-        "--ranks 1 --mb 4000 --methods 'tilth,DCP save,DCP thread,torch.save' --rounds 2 --pairs 4", "--ranks 1",
-        ("mb", "method", "stall_s", "call_s", "durable_s", "warm_s", "cold_s", "peak_bytes"),
-    ),
-    Part(
         "generation of 8B", "generate", 240,
         "--models 8B --dtypes bf16 --repeats 1 --cases '128x48,groups of 16' --contenders 'tilth compiled,vllm'",
         "--dtypes bf16 --cases 32x32", GENERATED,
+    ),
+    Part(
+        "memory", "memory", 120, "--models 0.5B,1.5B,8B --dtypes bf16", "--dtypes bf16",
+        ("model", "what", "predicted_bytes", "peak_bytes", "predicted_over_peak"),
+    ),
+    Part(
+        "checkpoint", "checkpoint", 150,
+        "--ranks 1 --mb 4000 --methods 'tilth,DCP save,DCP thread,torch.save' --rounds 2 --pairs 4", "--ranks 1",
+        ("mb", "method", "stall_s", "call_s", "durable_s", "warm_s", "cold_s", "peak_bytes"),
     ),
 )  # fmt: skip
 
@@ -172,6 +177,9 @@ def _ended(command: Sequence[str], limit_s: float) -> str:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
         finally:
             _kill(process)
         said.seek(0)
@@ -196,18 +204,26 @@ def _rows(result: Path) -> list[Row]:
 
 
 def _tests(result: Path) -> list[Row]:
-    """One row of pytest's report."""
+    """One row of pytest's report, with the tests that failed and why."""
     suite = next(ElementTree.parse(result).getroot().iter("testsuite"))
+    wrong = [(case.get("name"), case.find("failure"), case.find("error")) for case in suite.iter("testcase")]
+    why = {f"{name}": fault.get("message", "") for name, *faults in wrong for fault in faults if fault is not None}
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
     passed = count["tests"] - failed - count["skipped"]
-    return [{"passed": passed, "failed": failed, "skipped": count["skipped"], "seconds": float(suite.get("time", 0))}]
+    row: Row = {"passed": passed, "failed": failed, "skipped": count["skipped"], "seconds": float(suite.get("time", 0))}
+    return [row | {"failures": "; ".join(f"{name}: {text[:300]}" for name, text in why.items()) or None}]
 
 
 def run_all(
-    parts: Iterable[Part], seconds: float, one: Callable[[Part, float], list[Row]], clock: Callable[[], float]
+    parts: Iterable[Part],
+    seconds: float,
+    one: Callable[[Part, float], list[Row]],
+    clock: Callable[[], float],
+    keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """Rows of all parts, one after another, for so long in all. A part gets its limit, or what is left."""
+    """Rows of all parts, one after another, for so long in all. A part gets its limit, or what is left. keep: called
+    with the rows so far after each."""
     end, rows = clock() + seconds, list[Row]()
     for part in parts:
         left = end - clock()
@@ -216,6 +232,7 @@ def run_all(
             continue
         print(f"\n== {part.name} (at most {min(left, part.limit_s):.0f} s)", flush=True)
         rows += one(part, min(left, part.limit_s))
+        keep(rows)
     return rows
 
 
@@ -275,13 +292,18 @@ def main() -> None:
     parts = [part for part in PARTS if not asked or part.name in asked]
     if device == PRETENDED:
         parts = [replace(part, limit_s=60 * args.minutes) for part in parts if part.script == "pytest"]
-    rows = [machine(device)]
-    rows += run_all(parts, 60 * args.minutes, lambda part, limit: run(part, device, quick, limit), time.monotonic)
-    table = markdown(rows, parts)
-    print("\n" + table)
-    if args.markdown:
-        args.markdown.write_text(table)
-    write_rows(args.json, rows)
+    first = [machine(device)]
+
+    def keep(found: list[Row]) -> None:
+        if args.markdown:
+            args.markdown.write_text(markdown(first + found, parts))
+        write_rows(args.json, first + found)
+
+    keep([])
+    clock, seconds = time.monotonic, 60 * args.minutes
+    rows = first + run_all(parts, seconds, lambda part, limit: run(part, device, quick, limit), clock, keep)
+    keep(rows[1:])
+    print("\n" + markdown(rows, parts))
     for text in failed(rows):
         print(f"FAILED {text}", file=sys.stderr)
     sys.exit(bool(failed(rows)))

@@ -275,9 +275,9 @@ def main() -> None:
             new = race(task, contenders(args), 1 if args.quick else args.rounds)
             explain(new, GOALS.get(name, 1.0))
             rows += [{"case": name, "shape": task.shape, "threads": cores(task.threads), **row} for row in new]
+            write_rows(args.json, rows)
     if "trl" in contenders(args):
         print(WHY)
-    write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,14 @@ def test_parts_share_the_time_and_what_is_not_reached_is_a_row(gpu):
         return [{"part": part.name, "error": "no luck"}]
 
     parts = [gpu.Part(name, name, 60.0) for name in "abcd"]
-    rows = gpu.run_all(parts, 135.0, takes, lambda: now[0])
-    assert given == [60.0, 60.0, 35.0] and rows[3]["part"] == "d" and "were over" in rows[3]["not_reached"]
+    kept = []
+    rows = gpu.run_all(parts, 135.0, takes, lambda: now[0], lambda rows: kept.append(len(rows)))
+    assert (
+        kept == [1, 2, 3]
+        and given == [60.0, 60.0, 35.0]
+        and rows[3]["part"] == "d"
+        and "were over" in rows[3]["not_reached"]
+    )
     assert gpu.failed(rows) == ["a: no luck", "b: no luck", "c: no luck"]
 
 
@@ -85,9 +91,33 @@ def test_tables_for_people(gpu):
 
 
 def test_the_report_of_pytest_is_a_row(gpu, tmp_path):
-    report = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3" time="2.5"/></testsuites>'
+    report = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3" time="2.5"><testcase name="a"/>'
+    report += '<testcase name="b"><failure message="apart"/></testcase></testsuite></testsuites>'
     (tmp_path / "report").write_text(report)
-    assert gpu._tests(tmp_path / "report") == [{"passed": 4, "failed": 2, "skipped": 3, "seconds": 2.5}]
+    wanted = {"passed": 4, "failed": 2, "skipped": 3, "seconds": 2.5, "failures": "b: apart"}
+    assert gpu._tests(tmp_path / "report") == [wanted]
+
+
+def test_figures_are_kept_before_a_later_part_begins(gpu, monkeypatch, tmp_path):
+    """The machine may go at any time."""
+
+    def runs(part, *_):
+        if part.name != gpu.PARTS[0].name:
+            raise KeyboardInterrupt
+        return [{"part": part.name, "passed": 7}]
+
+    monkeypatch.setattr(gpu, "run", runs)
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--json", str(tmp_path / "rows.json")])
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    assert [row["part"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["machine", "tests"]
+
+
+@pytest.mark.slow
+def test_what_takes_too_long_may_still_write_its_rows(gpu):
+    text = PRINTS + "import time\ntry: time.sleep(600)\nfinally:\n"
+    text += "  Path(sys.argv[sys.argv.index('--json') + 1]).write_text(json.dumps([{'figure_s': 1.5}]))"
+    assert gpu.run(part(gpu, text), "cpu", True, 3.0)[0] == {"part": "one", "figure_s": 1.5}
 
 
 def test_parts_are_scripts_with_columns_that_take_what_they_are_given():
