@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -440,12 +441,14 @@ class Graph:
     current = None
     captured = 0
     """Number of graphs so far."""
+    living: ClassVar = weakref.WeakSet()
+    """Graphs whose memory there is."""
 
     def __init__(self, *_, **__):
-        self.steps = []
+        self.steps, self._pool = [], None
 
     def pool(self):
-        return (0, 0)
+        return self._pool
 
     def replay(self):
         TALLY.now.launches["graph"] += 1
@@ -458,13 +461,18 @@ class Graph:
 
     def reset(self):
         self.steps.clear()
+        Graph.living.discard(self)
 
 
 @contextlib.contextmanager
 def _capturing(graph, pool=None, stream=None, capture_error_mode="global"):
     if Graph.current is not None:
         fault("a capture within a capture")
+    if pool is not None and all(other.pool() != pool for other in Graph.living):
+        fault("a capture into the memory of graphs that are gone, where torch's allocator stops")
     Graph.current, Graph.captured = graph, Graph.captured + 1
+    graph._pool = pool or (0, Graph.captured)
+    Graph.living.add(graph)
     try:
         yield
     finally:

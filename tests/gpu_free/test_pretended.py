@@ -3,7 +3,7 @@
 In a process of its own, which ``test_rehearsal`` starts.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -273,6 +273,22 @@ def test_a_graph_of_a_pool_that_has_grown_is_seen(monkeypatch):
     monkeypatch.setattr(PagePool, "reserve", unnoticed)
     with pytest.raises(IndexError):  # it writes behind the pages that there were
         across_pages()
+
+
+def test_a_graph_in_the_memory_of_graphs_that_are_gone_is_seen(monkeypatch):
+    """torch's allocator keeps the memory of graphs as long as there is one of them."""
+    first, enter = [], torch.cuda.graph
+
+    @contextmanager
+    def again(graph, pool, **how):
+        with enter(graph, first[0] if first else pool, **how):
+            yield
+        first.append(graph.pool())
+
+    assert same_as_a_cpu() > 0.9
+    monkeypatch.setattr(torch.cuda, "graph", again)
+    with pytest.raises(device.DeviceFault):
+        same_as_a_cpu()
 
 
 def test_a_copy_that_the_computing_stream_does_not_wait_for_is_seen(monkeypatch):

@@ -236,7 +236,6 @@ class Graphs:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._graphs: WeakKeyDictionary[Slab, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
-        self._pool: Any = None
 
     def rows(self, slab: Slab, rows: int) -> int:
         """Return the rows of the graph that decodes ``rows``: of one that is there, if it has at most twice as many as
@@ -265,10 +264,11 @@ class Graphs:
         self._step(slab, inputs, step)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        # The memory of a graph that is there: that of graphs that are gone takes no other one.
+        pools = (one.graph.pool() for known in self._graphs.values() for one in known.values())
         # thread_local: the thread that writes the trace queries events meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=next(pools, None), capture_error_mode="thread_local"):
             result = self._step(slab, inputs, step)
-        self._pool = self._pool or graph.pool()
         self._runner.compile_seconds += time.perf_counter() - begin
         return _Captured(graph, flat, inputs, result)
 
