@@ -170,6 +170,10 @@ def _paged_attention(
 def paged_attention(q, k, v, ends, longest, window_size, scale, lengths, pages):
     if any(x.dtype != torch.int32 or not isinstance(x, DeviceTensor) for x in (*ends, lengths, pages)):
         fault("paged attention: lengths or pages are not int32 on the device")
+    if pages.stride(-1) != 1 or not lengths.is_contiguous():
+        fault("paged attention: lengths or pages are not dense")
+    if longest[0] == 1 and len(q) != len(pages):
+        fault("paged attention: rows of one query and pages differ")
     if k.shape != v.shape or k.shape[1] % 256:
         fault(f"paged attention: pages of {tuple(k.shape)}; they have a multiple of 256 tokens")
     if (*lengths.shape, *(len(x) - 1 for x in ends)) != (len(pages),) * 3 or longest[1] > pages.shape[1] * k.shape[1]:
@@ -185,8 +189,14 @@ def varlen_attention(
     q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, scale=None, enable_gqa=False, seqused_k=None,
     block_table=None, num_splits=None,
 ):  # fmt: skip
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        fault(f"varlen attention of {q.dtype}")
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (torch.bfloat16, torch.float16):
+        fault(f"varlen attention of {[x.dtype for x in (q, k, v)]}")
+    if torch.cuda.get_device_capability()[0] < 8:
+        fault("varlen attention of a GPU before A100")
+    if any(x.stride(-1) != 1 for x in (q, k, v)) or not (cu_seq_q.is_contiguous() and cu_seq_k.is_contiguous()):
+        fault("varlen attention: heads or lengths are not dense")
+    if not all(isinstance(most, int) for most in (max_q, max_k)):
+        fault("varlen attention: longest sequences are no numbers of the host")
     if any(ends.dtype != torch.int32 or not isinstance(ends, DeviceTensor) for ends in (cu_seq_q, cu_seq_k)):
         fault("varlen attention: lengths are not int32 on the device")
     if q.shape[-1] % 8 or q.shape[-1] > 256 or not (q.shape[-1] == k.shape[-1] == v.shape[-1]):

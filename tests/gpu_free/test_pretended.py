@@ -168,6 +168,15 @@ def test_log_probs_wait_once_a_micro_batch():
     assert counts.waits.total() <= 3, counts.where
 
 
+@pytest.mark.parametrize(("width", "capability"), [(20, 9), (264, 9), (16, 7)], ids=["odd", "wide", "old"])
+def test_flash_attention_gets_nothing_that_it_refuses(monkeypatch, width, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+    tokens, mask = batch((30, 20))
+    model = make_model(replace(shape(1), head_dim=width), dtype=torch.bfloat16)
+    wanted = packed_logprobs(model, tokens, mask, max_tokens=64)
+    assert np.allclose(packed_logprobs(model.to(CUDA), tokens, mask, max_tokens=64), wanted, atol=0.1)
+
+
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.5, marks=SLOW)])
 def test_what_is_offloaded_goes_once_each_way_and_nobody_waits(monkeypatch, share):
     made, init = [], HostActivations.__init__

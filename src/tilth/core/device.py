@@ -63,11 +63,16 @@ def unpacked(flat: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     ]
 
 
+def has_products(device: torch.device) -> bool:
+    """Return True for a GPU with products in bf16, as flash attention and the kernels in Triton need them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= CAPABILITY
+
+
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
     """Return True if kernels in Triton run on a device: on a GPU where nothing is missing. If something is, stderr says
     so once."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < CAPABILITY:
+    if not has_products(device):
         return False
     missing = triton_missing()
     if missing:

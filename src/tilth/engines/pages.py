@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.core.device import CAPABILITY, to_device
+from tilth.core.device import has_products, to_device
 from tilth.models.attention import CacheSlots, paged_attention
 from tilth.models.config import DecoderConfig
 from tilth.plan.kernels import PAGE, PAGED_TORCH, ROWS, grown
@@ -28,7 +28,7 @@ def pages_serve(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
 
 @functools.cache
 def _device_serves(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] < CAPABILITY:
+    if not has_products(device) or torch.version.hip:
         return False
     found = torch_has_pages()
     if not found:

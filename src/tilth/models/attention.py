@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.core.device import to_device
+from tilth.core.device import has_products, to_device
 from tilth.core.random import dropout_mask, stream
 from tilth.models.logprobs import wide
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, take_rows
 from tilth.models.steady import steady_scores, steady_values
-from tilth.plan.kernels import CAUSAL_UP_TO, KEYS, MASKED_UP_TO
+from tilth.plan.kernels import CAUSAL_UP_TO, FLASH_WIDTH, KEYS, MASKED_UP_TO
 
 _GROUP_TOKENS = 2048
 """Padding tokens that cost as much as one more group of sequences (a dozen kernels per layer)."""
@@ -167,7 +167,8 @@ def _sink_as_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -
 
 def varlen_serves(q: Tensor) -> bool:
     """Return True if flash attention takes packed tokens without padding and masks: one kernel per layer."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= FLASH_WIDTH
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and fits and has_products(q.device)
 
 
 def varlen_attention(

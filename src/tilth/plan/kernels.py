@@ -71,7 +71,7 @@ BLOCK = 16
 """Tokens of a block of the KV cache."""
 PAGE = 256
 """Tokens of a block where attention reads blocks in place, on a GPU: the least that torch's kernel takes."""
-PAGED_TORCH, PAGED_WIDTH = "2.13", 256
+PAGED_TORCH, FLASH_WIDTH = "2.13", 256
 """First version whose own kernel reads pages, and the widest head of this kernel; all are multiples of 8."""
 PROMPT_WIDTH = 8
 """Chunks of prompts are padded to a multiple of this."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tilth.plan.kernels import PAGED_TORCH, PAGED_WIDTH
+from tilth.plan.kernels import FLASH_WIDTH, PAGED_TORCH
 from tilth.plan.rules import ENCODERS, VALUE_HEAD, Parameter, Table
 
 
@@ -209,7 +209,7 @@ def pages_fit(shape: DecoderShape) -> bool:
     """Return True if torch's kernel attends over pages of this shape's KV cache, in a torch that has it."""
     _, keys, values = shape.cached(latent=False)
     sinks = any(row.name.endswith(".sinks") for row, _ in _sized(shape))
-    return keys == values <= PAGED_WIDTH and not keys % 8 and not shape.latents and not sinks
+    return keys == values <= FLASH_WIDTH and not keys % 8 and not shape.latents and not sinks
 
 
 def torch_has_pages() -> bool:
