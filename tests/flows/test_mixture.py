@@ -60,6 +60,14 @@ def test_prompts_of_reinforcement_learning(tmp_path, parts):
     assert len(drawn) == 3 and 12 <= sum(drawn) <= 15  # three quarters of 18
 
 
+def test_a_source_that_ends_behind_a_short_run_does_not_stop_it(tmp_path, parts):
+    """Neither do the prompts on which engine and policy are compared, which are more than all that the run draws."""
+    parts[0] |= {"source": write(tmp_path / "two.jsonl", tiny.SUMS[:2]), "weight": 3.0, "at_end": "stop"}
+    rollout, sections = {"prompts": 2}, {"supervised": {"steps": 0}, "algorithm": {"steps": 1}}
+    made = recipe(tmp_path, parts, flow="grpo", rollout=rollout, **sections, data={"holdout": 0.0}, run={"eval_every": 0})
+    assert [r["mixture/few"] + r["mixture/more"] for r in read_metrics(tiny.run(made).directory)] == [2]
+
+
 @pytest.mark.slow
 def test_documents(tmp_path):
     one = write(tmp_path / "a.jsonl", [{"text": text} for text in tiny.TEXTS[:40]])

@@ -9,6 +9,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
+from tilth.core.errors import DataError
 from tilth.core.random import stream
 from tilth.flows.generation import Generation
 from tilth.flows.measured import figures, measure_parts, outcomes, uncertainty
@@ -155,13 +156,25 @@ class Evaluator:
         if self.roles.rollout is None or not len(train):
             return
         with span("verify"), self.store.scope():
-            indices = train.take(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(train)))
+            indices = self._probes()
             asked = self.roles["loader"].encode(ask(indices.tolist(), 1, PROBE_IDS))
             generation = Generation(self.roles.rollout)
             with self.sampler.alone():
                 generation.run(asked)
                 found = generation.collect(asked["id"])
             check_mismatch(policy.compare(found), bounds, self.state.step - 1)
+
+    def _probes(self) -> np.ndarray:
+        """Return indices of a few prompts, fewer where a source of the mixture ends before that, int64."""
+        train = self.sampler.train
+        count = min(PROBES, len(train))
+        while True:
+            try:
+                return train.take(stream(self.recipe.seed, "probe"), 0, count)
+            except DataError:  # the run, which may draw less of it, is checked by its own streams
+                if count == 1:
+                    raise
+                count //= 2
 
     def baselines(self, batch: Batch) -> Batch:
         """Add the row column ``baselines``: reward of the greedy answer to each row's prompt, NaN where missing."""
