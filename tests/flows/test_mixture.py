@@ -63,8 +63,8 @@ def test_prompts_of_reinforcement_learning(tmp_path, parts):
 def test_a_source_that_ends_behind_a_short_run_does_not_stop_it(tmp_path, parts):
     """Neither do the prompts on which engine and policy are compared, which are more than all that the run draws."""
     parts[0] |= {"source": write(tmp_path / "two.jsonl", tiny.SUMS[:2]), "weight": 3.0, "at_end": "stop"}
-    rollout, sections = {"prompts": 2}, {"supervised": {"steps": 0}, "algorithm": {"steps": 1}}
-    made = recipe(tmp_path, parts, flow="grpo", rollout=rollout, **sections, data={"holdout": 0.0}, run={"eval_every": 0})
+    sections = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}, "run": {"eval_every": 0}}
+    made = recipe(tmp_path, parts, flow="grpo", rollout={"prompts": 2}, data={"holdout": 0.0}, **sections)
     assert [r["mixture/few"] + r["mixture/more"] for r in read_metrics(tiny.run(made).directory)] == [2]
 
 
