@@ -2,13 +2,16 @@
 
 import pytest
 
+from tests.errors import raises
 from tests.flows import tiny
+from tilth.core.errors import DataError
+from tilth.core.random import stream
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch import build, life
-from tilth.launch.build import _short, all_lengths
+from tilth.launch.build import _short, all_lengths, mixed, prompt_lengths
 
 
 @pytest.mark.parametrize(
@@ -42,8 +45,23 @@ def test_lengths_of_samples_are_those_of_the_tools_that_their_template_lists(tmp
     found = []
     for tools in ([], [{"name": "look"}], []):
         template = make_template("chatml", tokenizer, tools)
-        found.append(all_lengths(recipe, prompts, template, tokenizer, tools)[0])
+        found.append(all_lengths(recipe, prompts, template, tokenizer, tools, answers=False)[0])
     assert found[0] == found[2] < found[1]
+
+
+def test_a_schedule_by_tokens_counts_those_of_answers_in_a_warm_up_too(tmp_path):
+    """Prompts have four tokens, so that ten come before the 41st; with their answers they have six or more."""
+    part = {"name": "a", "source": "addition", "schedule": {"0": 1.0, "41": 0.0}, "schedule_by": "tokens"}
+    recipe = tiny.recipe(tmp_path, data={"source": "", "mixture": [part]})
+    prompts = recipe_prompts(recipe)
+    tokenizer = Tokenizer.characters(prompts.alphabet())
+    lengths = prompt_lengths(recipe, prompts, make_template("", tokenizer), tokenizer, ())
+    order = mixed(recipe, prompts.parts, *lengths)
+    order.check(stream(recipe.seed, "prompts"), 11)
+    order.check(stream(recipe.seed, "examples"), 6)
+    for name, count in (("prompts", 12), ("examples", 8)):
+        with raises(DataError, "data.mixture.weight"):
+            order.check(stream(recipe.seed, name), count)
 
 
 def test_a_batch_of_more_than_there_are_examples_and_a_warm_up_longer_than_the_run_are_told(tmp_path):

@@ -60,18 +60,19 @@ class Mixture:
         each: int,
         steps: Mapping[Stream, int] = MappingProxyType({}),
         lengths: np.ndarray | None = None,
+        others: Mapping[Stream, np.ndarray] = MappingProxyType({}),
     ) -> None:
         """rows: indices of each source's samples; no two sources share one, and they ascend from source to source.
 
         each: samples of a step; steps: those of streams that differ. lengths: tokens of the sample at each index, which
-        schedules by tokens need. Raises ``DataError`` for a source without samples.
+        schedules by tokens need; others: of streams that differ. Raises ``DataError`` for a source without samples.
         """
         for part, own in zip(parts, rows):
             if not len(own):
                 message = f"source {part.name} of data.mixture has no sample to train on; leave it out"
                 raise DataError(message, key=f"data.mixture.{part.name}.empty")
         self.parts, self.orders, self._lengths = parts, [Order(own) for own in rows], lengths
-        self._each, self._steps = each, steps
+        self._each, self._steps, self._others = each, steps, others
         self._sizes = np.array([len(own) for own in rows], np.int64)
         self._ends = np.array([part.at_end != "repeat" for part in parts])
         self._points = [sorted((int(at), factor) for at, factor in part.schedule.items()) for part in parts]
@@ -155,10 +156,11 @@ class Mixture:
         edges = np.cumsum(weights)
         chosen = np.searchsorted((edges / edges[-1])[:-1], (words >> np.uint64(11)) * 2.0**-53, side="right")
         chosen = chosen[: self._whole(chosen, state.counts)]
-        if self._lengths is None or not len(chosen):
+        lengths = self._others.get(stream, self._lengths)
+        if lengths is None or not len(chosen):
             after = state.counts + np.bincount(chosen, minlength=len(self.parts))
             return chosen, _State(after)
-        tokens = np.cumsum(self._lengths[self._rows(stream, chosen, state.counts)], dtype=np.int64) + state.tokens
+        tokens = np.cumsum(lengths[self._rows(stream, chosen, state.counts)], dtype=np.int64) + state.tokens
         chosen = chosen[: 1 + int(np.searchsorted(tokens[:-1], self._next("tokens", state.tokens)))]
         after = state.counts + np.bincount(chosen, minlength=len(self.parts))
         return chosen, _State(after, int(tokens[len(chosen) - 1]))

@@ -472,10 +472,13 @@ def tokenised(
     return found, cut(texts.heldout) if texts.heldout else None, np.split(np.arange(len(found)), ends[:-1])
 
 
-def mixed(recipe: Recipe, rows: Sequence[np.ndarray], lengths: np.ndarray | None) -> Mixture:
-    """Return the order of a recipe's mixture. rows, lengths: as of ``Mixture``."""
+def mixed(
+    recipe: Recipe, rows: Sequence[np.ndarray], lengths: np.ndarray | None, answered: np.ndarray | None = None
+) -> Mixture:
+    """Return the order of a recipe's mixture. rows, lengths: as of ``Mixture``; answered: lengths in a warm-up."""
     prompts = {stream(recipe.seed, "prompts"): recipe.rollout.prompts}
-    return Mixture(recipe.data.sources, rows, recipe.supervised.batch, prompts, lengths)
+    others = {} if answered is None else {stream(recipe.seed, "examples"): answered}
+    return Mixture(recipe.data.sources, rows, recipe.supervised.batch, prompts, lengths, others)
 
 
 def mixture_draws(recipe: Recipe) -> dict[Stream, int]:
@@ -502,7 +505,7 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
     longest = max(check() for check in prompt_checks(recipe, prompts, template, generates=generates))
     order: Split = train
     if recipe.data.mixture:
-        order = mixed(recipe, train.parts, prompt_lengths(recipe, train, template, tokenizer, tools))
+        order = mixed(recipe, train.parts, *prompt_lengths(recipe, train, template, tokenizer, tools))
     notes = [*prompts.left_out(), *_short(recipe, len(train))]
     return TrainingData(order, heldout, longest, {"prompts": prompts, "tools": tools}, notes)
 
@@ -521,16 +524,23 @@ def _short(recipe: Recipe, examples: int) -> Iterator[str]:
 
 def prompt_lengths(
     recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer, tools: Tools
-) -> np.ndarray | None:
-    """Return the tokens of each sample by index, which a schedule by tokens needs; None without such a schedule."""
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the tokens of each sample by index, which a schedule by tokens needs: as the flow draws it, and with its
+    answer, for the warm-up of a flow that draws prompts. None where nothing needs them."""
     if not any(part.schedule and part.schedule_by == "tokens" for part in recipe.data.mixture):
-        return None
-    return all_lengths(recipe, train, template, tokenizer, tools)
+        return None, None
+    warm = recipe.flow_spec.samples and (recipe.supervised.steps or recipe.supervised.epochs)
+    drawn = [False, True] if warm else [not recipe.flow_spec.samples]
+    found = [all_lengths(recipe, train, template, tokenizer, tools, answers=answers) for answers in drawn]
+    return found[0], found[1] if warm else None
 
 
-def all_lengths(recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer, tools: Tools) -> np.ndarray:
-    """Return the tokens of each sample by index, kept beside the token cache. tools: those that the template lists."""
-    answers, data = not recipe.flow_spec.samples, recipe.data
+def all_lengths(
+    recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer, tools: Tools, *, answers: bool
+) -> np.ndarray:
+    """Return the tokens of each sample by index, kept beside the token cache. tools: those that the template lists;
+    answers: with them."""
+    data = recipe.data
     names = [data.template, tokenizer.chat_template, *(part.template for part in data.mixture)]
     words = f"{train.fingerprint()} {tokenizer.fingerprint()} {names} {template_files(data)} {answers} {tools}".encode()
     digest = hashlib.blake2b(words + train.rows.tobytes(), digest_size=10).hexdigest()

@@ -147,7 +147,8 @@ def tokenise(recipe: Recipe) -> tuple[list[MixtureRow], list[str]]:
     chosen, tokenizer = prompts.split(recipe.data.holdout)[0], choose_tokenizer(recipe, prompts, loaded)
     tools = listed_tools(recipe.rollout.environment)
     template = data_template(recipe.data, tokenizer, tools, prompts.starts)
-    lengths = all_lengths(recipe, chosen, template, tokenizer, tools)
+    prompt_lengths(recipe, chosen, template, tokenizer, tools)
+    lengths = all_lengths(recipe, chosen, template, tokenizer, tools, answers=not recipe.flow_spec.samples)
     return mixed(recipe, chosen.parts, lengths).table(), [*prompts.left_out()]
 
 
@@ -171,7 +172,7 @@ def _prompts(recipe: Recipe, n: int) -> View:
     first = np.zeros(0, np.int64)
     if recipe.data.mixture:
         tools = listed_tools(recipe.rollout.environment)
-        order = mixed(recipe, train.parts, prompt_lengths(recipe, train, template, tokenizer, tools))
+        order = mixed(recipe, train.parts, *prompt_lengths(recipe, train, template, tokenizer, tools))
         first = _mixture(recipe, view, order)
     generates = generating(recipe)
     turns = bool(recipe.rollout.environment)  # a turn gets what room there is
