@@ -339,6 +339,15 @@ def test_folder_of_several_formats(tmp_path):
     assert "(.jsonl, .parquet)" in fails(tmp_path, f"{tmp_path.name}.formats")
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.lz4", "b.jsonl.ZIP", "b.parquet.gz"])
+def test_no_part_of_a_folder_is_left_out_for_its_compression(tmp_path, name):
+    write_lines(tmp_path / "a.jsonl", RECORDS)
+    (tmp_path / "a.jsonl.md5").write_text("about")
+    assert read(tmp_path) == RECORDS
+    (tmp_path / name).write_bytes(b"part")
+    fails(tmp_path, f"{name}.format")
+
+
 def test_folder_of_nothing(tmp_path):
     fails(tmp_path, f"{tmp_path.name}.format")
     (tmp_path / "data" / "more").mkdir(parents=True)

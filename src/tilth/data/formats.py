@@ -152,6 +152,9 @@ def _folder(path: Path) -> list[Path]:
     for file in files:
         if (name := _format(file)) is not None:
             kinds.setdefault(_GROUPS.get(name, name), []).append(file)
+        elif file.suffix.lower() in _COMPRESSIONS and Path(file.stem).suffix.lower() in FORMATS:
+            message = f"{str(file)!r} would be left out: files that are read compressed are {_COMPRESSIBLE}"
+            raise DataError(f"{message}; decompress it, or name the others by a pattern", key=f"{file.name}.format")
     data = [kind for kind in kinds if kind != ".txt"] or list(kinds)
     if len(data) > 1:
         raise DataError(
@@ -225,6 +228,8 @@ def _xz(path: Path, mode: str) -> BinaryIO:
 
 
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": _bz2, ".xz": _xz, ".zst": _zstd}
+_COMPRESSIONS = {*_OPEN, ".lz4", ".br", ".zip", ".7z", ".snappy", ".lzo"}
+"""Suffixes of compressed files, read or not."""
 _COMPRESSIBLE = "JSON, CSV or text with " + ", ".join(_OPEN)
 
 
