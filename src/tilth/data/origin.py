@@ -34,7 +34,7 @@ ARGUMENTS = {"source": "data", "heldout": "heldout"}
 """Names of these arguments of ``tilth.train``."""
 Make = Callable[[Any, str, int], Prompt | None]
 """(record, its place, number of the prompt) -> prompt, pair or document."""
-_FORMAT = "tilth records 4"
+_FORMAT = "tilth records 5"
 _TOGETHER = 1 << 16
 """Characters of prompts that are indexed together."""
 
