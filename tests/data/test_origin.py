@@ -45,6 +45,23 @@ def half(record, random):
 def number(record, random):
     return {"prompt": str(random.random())}
 
+@tilth.transform("with_default")
+def with_default(record, sign="+", *, times=2):
+    return {"prompt": record["prompt"] + times * sign}
+
+@tilth.transform("kinds")
+def kinds(record):
+    import numpy as np
+    return {**record, "array": np.arange(2000), "number": np.float64(0.5), "set": {"b", "a"}, "of": {"in": (1, b"x")}}
+
+@tilth.transform("address")
+def address(record):
+    return {**record, "it": object()}
+
+@tilth.transform("names")
+def names(record):
+    return {**record, 1: "one", "answer": "two"}
+
 @tilth.transform("fails")
 def fails(record):
     if record["prompt"] == "b":
@@ -108,6 +125,19 @@ def test_a_filter_decides_and_changes_nothing(plugin, letters):
     assert texts(mixed(plugin, {**part, "filter": "greedy"})) == texts(mixed(plugin, part))
     halves = texts(mixed(plugin, {"name": "x", "source": letters, "filter": "half", "transform": "number"}))
     assert len(halves) < 5 and any(float(text) >= 0.5 for text in halves)  # what the filter saw of them was less
+
+
+def test_a_default_of_a_function_is_no_place_of_random_numbers(plugin, letters):
+    assert texts(mixed(plugin, {"name": "x", "source": letters, "transform": "with_default"}))[0] == "a++"
+
+
+def test_what_a_transform_returns_is_plain_and_whole(plugin, letters):
+    info = load_source(mixed(plugin, {"name": "x", "source": letters, "transform": "kinds"}))[0].info
+    assert info == {"array": list(range(2000)), "number": 0.5, "set": ["a", "b"], "of": {"in": [1, "eA=="]}}
+    assert type(info["number"]) is float
+    for name, key in (("address", "type.object"), ("names", "letters.jsonl:1.names")):
+        with raises(DataError, key):
+            load_source(mixed(plugin, {"name": "x", "source": letters, "transform": name})).fingerprint()
 
 
 @pytest.mark.parametrize("always_stored", [False, True])

@@ -364,10 +364,11 @@ def _prompt_in_pattern(pattern: str, record: Mapping[str, Any], where: str, colu
 
 
 def plain(value: Any) -> Any:
-    """Convert to JSON types: other sequences become lists, bytes base64, any other object its ``str``.
+    """Convert to JSON types: sequences, arrays and sets (sorted) become lists, bytes base64, any other object its
+    ``str``.
 
     Return the same object if it is plain already, or is a mapping whose values are texts and numbers only. Raises
-    DataError for a value that is nested too deep.
+    DataError for a value that is nested too deep, and for an object whose ``str`` is its address.
     """
     try:
         return _plain(value)
@@ -385,6 +386,13 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
+    if isinstance(value, (set, frozenset)):  # whose order is another one in each process
+        return sorted(map(_plain, value), key=str)
+    if hasattr(value, "tolist"):  # arrays, whose text leaves out what is in the middle, and their numbers
+        return _plain(value.tolist())
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        message = f"a {kind.__name__} is no text, number, list or object of these, nor has it a text; convert it"
+        raise DataError(message, key=f"type.{kind.__name__}")
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 

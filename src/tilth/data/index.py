@@ -132,7 +132,11 @@ class Indexer:
         self._wholes.append(len(whole) or len(text) + longest)
         self._media |= bool(p.media)
         content = [p.text, p.info, *([p.answer, p.messages] if p.messages else ()), *p.media]
-        self._contents.append(_digest(content))
+        try:
+            self._contents.append(_digest(content))
+        except TypeError as error:  # of what has names of several kinds, or such as JSON lacks
+            message = f"{p.name}: an object has names that are not all texts ({error}); name what it has by texts"
+            raise DataError(message, key=record_key(p.name, "names")) from None
         if self.digests:
             self._digests.append(sample_digest(p))
         self._waiting += len(self._contents[-1]) + len(answer) + len(whole)

@@ -35,6 +35,7 @@ ARGUMENTS = {"source": "data", "heldout": "heldout"}
 Make = Callable[[Any, str, int], Prompt | None]
 """(record, its place, number of the prompt) -> prompt, pair or document."""
 _FORMAT = "tilth records 5"
+_PLACES = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _TOGETHER = 1 << 16
 """Characters of prompts that are indexed together."""
 
@@ -150,11 +151,17 @@ class RecordOrigin:
 
     @cached_property
     def _takes_random(self) -> dict[str, bool]:
-        """True for each of its functions that takes random numbers beside a record."""
+        """True for each of its functions that takes random numbers beside a record: that has a second place which needs
+        a value, or is called random."""
         functions = {
             name: declared("transform")[name].value for name in (self.part.filter, self.part.transform) if name
         }
-        return {name: len(inspect.signature(own).parameters) > 1 for name, own in functions.items()}
+        found = {}
+        for name, own in functions.items():
+            places = [p for p in inspect.signature(own).parameters.values() if p.kind in _PLACES]
+            second = places[1] if len(places) > 1 else None
+            found[name] = second is not None and (second.default is second.empty or second.name == "random")
+        return found
 
     def _call(self, use: Literal["filter", "transform"], record: Any, where: str, sample: int) -> Any:
         """Call a plugin's transform, whose random numbers depend on seed, source and sample alone; those of a filter
