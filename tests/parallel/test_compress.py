@@ -189,7 +189,70 @@ class Fails(Short):
         return code[None].missing
 
 
-@pytest.mark.parametrize(("kind", "key"), [(Short, "compressor.mine.decode"), (Fails, "compressor.mine")])
+class Plain(Compressor):
+    """Values as they are."""
+
+    def delta(self, count):
+        return 1.0
+
+    def encode(self, x, random):
+        return x
+
+    def decode(self, code, count, random):
+        return code
+
+
+class WritesValues(Plain):
+    def encode(self, x, random):
+        return x.mul_(2)
+
+
+class WritesCode(Plain):
+    def decode(self, code, count, random):
+        return code.mul_(2)
+
+
+class OwnNumbers(Plain):
+    def encode(self, x, random):
+        return x + torch.rand(len(x))
+
+
+class SummedSigns(Plain):
+    summable = True
+
+    def encode(self, x, random):
+        return x.sign()
+
+
+class SummedIntegers(SummedSigns):
+    def encode(self, x, random):
+        return (x * 0).to(torch.int8)
+
+
+class Grows(Plain):
+    unbiased = True
+
+    def delta(self, count):
+        return 2.0
+
+
+PROBED = {
+    Short: ".decode", Fails: "", WritesValues: ".encode", WritesCode: ".decode", OwnNumbers: ".random",
+    SummedSigns: ".summable", SummedIntegers: ".summable", Grows: ".delta",
+}  # fmt: skip
+
+
+class Summed(Plain):
+    summable = unbiased = True
+
+
+@pytest.mark.parametrize("kind", [Plain, Summed])
+def test_a_declared_one_that_does_what_it_says(kind):
+    compressor("mine")(kind)
+    assert isinstance(compressor_of("mine", {}), kind)
+
+
+@pytest.mark.parametrize(("kind", "key"), [(kind, f"compressor.mine{part}") for kind, part in PROBED.items()])
 def test_a_declared_one_that_returns_another_shape_or_fails(kind, key):
     compressor("mine")(kind)
     with raises(PluginError, key):

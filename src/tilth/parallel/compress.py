@@ -201,20 +201,44 @@ def checked(name: str, value: Any, right: bool, wanted: str) -> Any:
 
 
 def compressor_of(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the ``Compressor`` of ``policy.comm.gradients``, or ``sync.TwoLevels``. PluginError: a declared one
-    fails, or does not return as many values as it was given; RecipeError: an option is wrong."""
+    """Return the ``Compressor`` of ``policy.comm.gradients``, or ``sync.TwoLevels``. PluginError: a declared one fails,
+    or does not what a ``Compressor`` says (``_probed``); RecipeError: an option is wrong."""
     own = declared("compressor").get(name)
     if own is None:
         return resolve(COMPRESSORS[name].made)(**options)
-    made, random, counts = call_declared(own, **options), stream(0, "probe"), range(1, PROBED)
+    made, shrinks = call_declared(own, **options), "residual" in COMPRESSORS[name].state
     try:
-        found = [made.decode(made.encode(torch.zeros(n), random), n, random) for n in counts]
-        shapes = [tuple(one.shape) for one in found]
+        wrong = next(filter(None, (_probed(made, count, shrinks) for count in range(1, PROBED))), None)
     except (Exception, SystemExit) as error:  # whatever a user's code raises
         message = f"{own.title}: {describe(error, own.file)}"
         raise PluginError(message, key=f"compressor.{name}") from error
-    if wrong := [(n, shape) for n, shape in zip(counts, shapes) if shape != (n,)]:
-        count, shape = wrong[0]
-        message = f"{own.title}: decode returns shape {shape} for {count} values; it must be ({count},)"
-        raise PluginError(message, key=f"compressor.{name}.decode")
+    if wrong is not None:
+        raise PluginError(f"{own.title}: {wrong[1]}", key=f"compressor.{name}.{wrong[0]}")
     return made
+
+
+def _probed(made: Compressor, count: int, shrinks: bool) -> tuple[str, str] | None:
+    """Return which part of a compressor is wrong for so many values, and how; None: no part. shrinks: ``delta`` of one
+    without bias is used."""
+    random = stream(0, "probe", count)
+    x, y = random.normal(0, 2 * count).chunk(2)
+    given = x.clone()
+    code = made.encode(given, random)
+    if not torch.equal(given, x):
+        return "encode", "encode writes to its values, which are the gradients; let it work on a copy"
+    kept = code.clone()
+    found, zeros = made.decode(code, count, random), made.decode(made.encode(x * 0, random), count, random)
+    for shape in (tuple(found.shape), tuple(zeros.shape)):
+        if shape != (count,):
+            return "decode", f"decode returns shape {shape} for {count} values; it must be ({count},)"
+    if not torch.equal(code, kept):
+        return "decode", "decode writes to its code, which is sent afterwards; let it work on a copy"
+    if not torch.equal(made.encode(x, random), kept) or not torch.equal(made.decode(kept, count, random), found):
+        return "random", "equal values have another code, or an equal code other values; draw from ``random`` alone"
+    if made.summable:
+        summed, whole = kept + made.encode(y, random), made.encode(x + y, random)
+        if not whole.is_floating_point() or not torch.allclose(summed, whole, rtol=1e-4, atol=1e-5):
+            return "summable", "the sum of two codes is not the code of the sum; it is not summable"
+    if made.unbiased and shrinks and not 0 < made.delta(count) <= 1:
+        return "delta", f"delta({count}) = {made.delta(count)}; it must be above 0 and at most 1"
+    return None
