@@ -123,7 +123,9 @@ def test_on_a_gpu_copies_that_are_saved_and_libraries_are_in_host_memory():
     memory = predicted("train.device=cuda:0")
     host = sum(i.bytes for i in memory.items if i.host)
     copied = item(memory, "copy being saved")
-    assert host == BASE + 14 * TOKEN + copied and copied == 4 * COUNT + item(memory, "optimizer state")
+    rounded = item(memory, "pinned memory, rounded up")
+    assert (copied + rounded).bit_count() == 1 and copied < copied + rounded < 2 * copied
+    assert host == BASE + 14 * TOKEN + copied + rounded and copied == 4 * COUNT + item(memory, "optimizer state")
     assert memory.on_gpu() == memory.peak - host
 
 

@@ -35,6 +35,8 @@ CUDA = 500 * 2**20
 """Bytes of a process's CUDA context with loaded kernels (approximate; published measurements)."""
 CERTAIN = ("parameters", "optimizer state", "model", "weights")
 """Suffixes of names of items whose size does not depend on the data."""
+SAVED = "copy being saved"
+"""Suffix of names of copies of a worker's state, which share one buffer of the host."""
 DRAFTER = "rollout.draft.path"
 """Key of the drafting model, whose shape is among those of loaded models, by the keys of their paths."""
 
@@ -89,6 +91,9 @@ def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE
     held = [Item("interpreter and libraries", base, host=True), Item("tokenizer", TOKEN * vocab, host=True)]
     held += [Item("CUDA context", CUDA)] if on_gpu(recipe) else []
     held += [item for need in needs for item in need.held]
+    saved = sum(item.bytes for item in held if item.name.endswith(SAVED))
+    if on_gpu(recipe) and saved:  # torch rounds a piece of pinned memory up to a power of two
+        held.append(Item("pinned memory, rounded up", (1 << (saved - 1).bit_length()) - saved, host=True))
     working = max((need.training for need in needs), key=total, default=())
     speaking = max((need.generation for need in needs), key=total, default=())
     return Memory(tuple(held), working, speaking, max((need.gradients for need in needs), default=0))
