@@ -160,7 +160,10 @@ def run(part: Part, device: str, quick: bool, limit_s: float) -> list[Row]:
         began = time.monotonic()
         error = _ended(part.command(device, quick, result) + contenders(part, quick), limit_s)
         read = _tests if part.script == "pytest" else _rows
-        rows = read(result) if result.is_file() else []
+        try:
+            rows = read(result) if result.is_file() else []
+        except (ElementTree.ParseError, ValueError) as broken:  # it was killed while it wrote
+            rows, error = [], f"{error or 'no error'}; its rows are not whole: {broken}"
         if not error and not rows:
             error = "it wrote no rows"
         failed = [{"error": error, "seconds": round(time.monotonic() - began, 1)}] if error else []

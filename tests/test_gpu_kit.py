@@ -41,6 +41,8 @@ def test_what_fails_is_a_row_beside_those_that_it_wrote(gpu):
     assert row == {"part": "one", "figure_s": 1.5}
     assert told["error"] == "exit status 1: OSError: no such kernel" and gpu.failed([row, told])
     assert "wrote no rows" in gpu.run(part(gpu, "pass"), "cpu", True, 60)[0]["error"]
+    (row,) = gpu.run(part(gpu, WRITES.replace("]))", "])[:5])")), "cpu", True, 60)
+    assert "not whole" in row["error"]
 
 
 @pytest.mark.slow
