@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from tests.errors import raises
+from tests.models.tiny import FAMILIES
 from tests.patience import patience
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.config.schema import ModelConfig
@@ -52,6 +53,10 @@ def test_the_cache_of_a_server_leaves_memory_for_passes(monkeypatch, gpu):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda room=room: (room.free, room.total))
         monkeypatch.setattr(start, "host_memory", lambda room=room: room)
         assert start.kv_capacity(config) == wanted
+    if not gpu:  # latents of a family are whole keys and values in parity mode
+        config = FAMILIES["deepseek-v3"]
+        monkeypatch.setattr(start, "host_memory", lambda: Room(1 << 40, 2000 * kv_bytes(config, 4), "this machine"))
+        assert start.kv_capacity(config, parity=True) < start.kv_capacity(config) == 1000
 
 
 @pytest.fixture(scope="module")

@@ -122,12 +122,13 @@ def _room(
     return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make)
 
 
-def kv_capacity(config: DecoderConfig) -> int:
+def kv_capacity(config: DecoderConfig, parity: bool = False) -> int:
     """Return the tokens of a server's KV cache: ``ROWS`` whole completions, or those for which this process finds
-    memory beside the weights, bf16 on a GPU, but one completion at least."""
+    memory beside the weights, bf16 on a GPU, but one completion at least. parity: latents are kept as
+    whole keys and values."""
     gpu, length = torch.cuda.is_available(), config.max_positions
     free = torch.cuda.mem_get_info()[0] - 2 * parameters(config) if gpu else host_memory().free
-    fits = int(free * SHARE / kv_bytes(config, 2 if gpu else 4))
+    fits = int(free * SHARE / kv_bytes(config, 2 if gpu else 4, latent=not parity))
     return max(min(ROWS * length, fits), length)
 
 
@@ -136,10 +137,11 @@ def serving_engine(model: str, fast: bool = False) -> GenerationEngine:
     unless it is fast."""
     loaded = load_model(model)
     native = loaded.settings.get("rollout", {}).get("engine", "native") == "native"
+    parity = native and not fast and not torch.cuda.is_available()
     options = EngineOptions(
         max_rows=ROWS,
-        kv_tokens=kv_capacity(loaded.config),
-        parity=native and not fast and not torch.cuda.is_available(),
+        kv_tokens=kv_capacity(loaded.config, parity),
+        parity=parity,
         padded=not fast,
     )
     return make_engine(loaded, options)
