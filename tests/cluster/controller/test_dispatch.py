@@ -160,6 +160,16 @@ def test_calls_of_a_worker_apart_are_drained_with_its_loss(fleet):
     assert caught.value.ranks == (0,)
 
 
+def test_a_loss_from_before_a_worker_was_apart_is_raised_where_others_are_drained(fleet):
+    calls = Dispatch(fleet, 60, keep=True)
+    for rank in (0, 1):
+        calls.submit(rank, CALL)
+    fleet.sent[1].set_exception(lost(1))
+    calls.apart = {1}
+    with raises(WorkerLost, "rollout.advance"):
+        calls.drain()
+
+
 WAITS = """Current thread 0x09 (most recent call first):
   File "/py/torch/_ops.py", line 1 in __call__
   File "/py/torch/distributed/distributed_c10d.py", line 2 in all_reduce

@@ -227,9 +227,10 @@ class Dispatch:
                 self.wait(flights)
                 return
             except WorkerLost as error:
-                if not self._is_apart(error):
+                left = [flight for flight in flights if not flight.landed]
+                if not self._is_apart(error) or len(left) == len(flights):  # it was of none of these
                     raise
-                flights = [flight for flight in flights if not flight.landed]
+                flights = left
 
     def end(self, seconds: float) -> bool:
         """Close the roles of idle workers. Return False, without an error, if a call has failed or is in flight, or if
