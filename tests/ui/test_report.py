@@ -384,6 +384,8 @@ def test_turns_of_an_episode_are_folded():
         ("assistant", "", 1), ("tool", "<4><5>", 0), ("assistant", "", 1),
     ]  # fmt: skip
     assert len(turns(row, lambda ids: [f"<{i}>" for i in ids], 2)) == 2
+    said = {4: "<|im_start|>tool\n42", 5: " <b><|im_end|>\n<|im_start|>assistant\n"}
+    assert turns(row, lambda ids: [said.get(i, "") for i in ids], 4)[1]["brief"] == "42 <b>"
 
 
 def test_the_report_has_each_worker_that_was_watched():

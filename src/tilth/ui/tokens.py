@@ -1,6 +1,7 @@
 """Turns of a sampled trajectory with a colour and a number for each token, for the report and the page."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ COLOURINGS = {
 }  # fmt: skip
 """Colouring -> title of its number."""
 TEXT = 1500  # most characters of what an environment said
+BRIEF = 60  # most characters of it that are seen while it is folded
+MARKS = r"<\|[^|>]+\|>(?:\w+\n)?"
+"""Marks of a chat template, with the role behind them."""
 Row = dict[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
 
@@ -82,6 +86,7 @@ def turns(row: Row, pieces: Pieces, most: int, by: str = "logprob") -> list[Row]
             turn |= {"tokens": [token(*one, by) for one in zip(texts, ids, values[a:b])], "calls": called(texts)}
         else:
             turn["text"] = cut("".join(texts), TEXT)
+            turn["brief"] = cut(" ".join(re.sub(MARKS, " ", turn["text"]).split()), BRIEF)
         found.append(turn | {"reward": format.number(earned) if earned else ""})
     return found
 

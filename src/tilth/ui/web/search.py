@@ -406,7 +406,8 @@ def kept_of(run: Path, step: int) -> int:
     """Return how many samples of a step are on disk."""
     wanted, files = Wanted((step, step)), files_of(run / TRAJECTORIES)
     chosen = wanted.filter()
-    return sum(_match(path, wanted, chosen, 1).number for a, b, path in files if _meets(a, b, wanted.steps))
+    there = [path for first, last, path in files if _meets(first, last, wanted.steps)]
+    return sum(_match(path, wanted, chosen, 1).number for path in there)
 
 
 def prompts_of(run: Path, most: int = 500) -> list[str]:
