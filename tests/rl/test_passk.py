@@ -20,7 +20,6 @@ from tilth.rl.passk import (
     normal,
     paired_change,
     pass_at_k,
-    unpaired_change,
     wilson,
 )
 
@@ -211,8 +210,3 @@ def test_missing_outcomes_and_graded_rewards_of_pairs():
     before, after = np.array([0.2, math.nan, 0.4, 0.6]), np.array([0.3, 0.9, 0.6, math.nan])
     assert paired_change(before, after) == pytest.approx(interval(np.array([0.1, math.nan, 0.2, math.nan])))
     assert all(map(math.isnan, paired_change(before[:0], after[:0])))
-
-
-def test_an_unpaired_change_is_wider_than_a_paired_one_and_that_of_newcombe():
-    found = unpaired_change(wilson(48, 80), wilson(56, 70))  # Newcombe 1998, table II a: 56/70 - 48/80
-    assert found == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)

@@ -1,14 +1,19 @@
 """Files of a run that somebody else may have written: what is no JSON that can be read is one named error."""
 
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.data.cache import CacheEntry
 from tilth.plan.costs import load_costs
+from tilth.rl.passk import wilson
+from tilth.runs.directory import RunDir
 from tilth.runs.model_refs import MARK, original
-from tilth.runs.readers import ettr, ettr_curve, handovers, planned_steps, read_metrics, read_state
+from tilth.runs.readers import ettr, ettr_curve, handovers, planned_steps, read_metrics, read_state, unpaired_change
 from tilth.trace.clock_samples import read_rounds, rounds_path
 
 ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036854775808, 0, 0]]}']
@@ -64,6 +69,22 @@ def test_the_effective_time_counts_what_failures_cost_within_the_window():
     assert handovers({"attempts": [left, after | more]}) == [
         {"time": at(5300), "step": 9, "lost": 0.0, "seconds": 5200.0}
     ]
+
+
+def test_an_unpaired_change_is_that_of_newcombe():
+    before, after = wilson(48, 80), wilson(56, 70)  # Newcombe 1998, table II a: 56/70 - 48/80
+    assert unpaired_change(before, after) == pytest.approx((0.0524, 0.3339), abs=1e-4)
+
+
+def test_a_summary_with_two_evaluated_phases_needs_no_torch(tmp_path):
+    """Its import would be most of the time of a page, and of a command."""
+    ends = {"accuracy/heldout": 0.5, "reward/heldout": 0.5, "reward/heldout/low": 0.4, "reward/heldout/high": 0.6}
+    with RunDir.create(load_recipe("addition-grpo", [f"run.dir={tmp_path}"]), "phases") as run:
+        for step, phase in ((1, "warmup"), (2, "grpo")):
+            run.commit_step({"step": step, "phase": phase, **ends})
+        run.end("finished")
+    code = "import sys; from tilth.runs.readers import summarise; p = summarise(sys.argv[1])['phases'][1]['change']"
+    subprocess.run([sys.executable, "-c", f"{code}; assert p and 'torch' not in sys.modules", run.path], check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """pass@k and avg@k of a policy, and the change between two evaluations, with 95 % confidence intervals over prompts.
 
 Sources: pass@k of Chen et al. 2021 (arXiv 2107.03374); Wilson 1927; expanded percentile bootstrap of Hesterberg 2015
-(arXiv 1411.5279); paired shares of Agresti and Min 2005 (Statistics in Medicine 24); unpaired ones of Newcombe 1998.
+(arXiv 1411.5279); paired shares of Agresti and Min 2005 (Statistics in Medicine 24).
 Random numbers are counted, so the same values and seed give the same interval, bit for bit.
 """
 
@@ -95,13 +95,6 @@ def paired_change(before: np.ndarray, after: np.ndarray, seed: int = 0, level: f
     middle, z = (better - worse) / n, NormalDist().inv_cdf((1 + level) / 2)
     reach = z * math.sqrt(better + worse + 1 - (better - worse) ** 2 / n) / n
     return Interval((better - worse) / len(old), max(middle - reach, -1.0), min(middle + reach, 1.0))
-
-
-def unpaired_change(before: Interval, after: Interval) -> Interval:
-    """Return the difference of two means over different prompts and its interval, from the interval of each."""
-    value = after.value - before.value
-    down = math.hypot(after.value - after.low, before.high - before.value)
-    return Interval(value, value - down, value + math.hypot(after.high - after.value, before.value - before.low))
 
 
 def normal(values: np.ndarray, seed: int, level: float) -> Interval:

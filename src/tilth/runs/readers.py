@@ -259,9 +259,14 @@ def _change(begin: Record | None, last: Record, metric: str) -> tuple[float, flo
     first, now = begin and spread(begin, metric), spread(last, metric)
     if begin is None or first is None or now is None:
         return None
-    from tilth.rl.passk import Interval, unpaired_change  # imports torch, which no other reader needs
+    return unpaired_change((begin[metric], *first), (last[metric], *now))
 
-    return unpaired_change(Interval(begin[metric], *first), Interval(last[metric], *now))[1:]
+
+def unpaired_change(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """Return the interval of the difference of two means over different prompts (Newcombe 1998). before, after: each
+    mean and its interval."""
+    (a, a_low, a_high), (b, b_low, b_high) = before, after
+    return b - a - math.hypot(b - b_low, a_high - a), b - a + math.hypot(b_high - b, a - a_low)
 
 
 @dataclass(frozen=True)
