@@ -102,6 +102,8 @@ def test_the_last_step_of_a_run_follows_from_phases_as_they_took_and_are_planned
     state = {"plan": {"supervised_steps": 200, "value_steps": 30, "steps": 100}}
     assert planned_steps(state, last) == count
     assert planned_steps({}, {}) is None
+    stopped = {"phase": "ppo", "step": 130, "phase_step": 10, "phase_steps": 100}
+    assert planned_steps(state | {"state": "finished"}, stopped) == 130  # by run.stop
     assert planned_steps({}, {"phase": "sft", "step": 3, "phase_step": 3, "phase_steps": 9}) == 9
 
 

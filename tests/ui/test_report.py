@@ -275,7 +275,7 @@ def tiles(page):
 def test_tiles_say_what_their_numbers_are_of(finished):
     _, text, _ = finished
     found = {name: (value, note) for name, value, note in tiles(text)}
-    assert found["Steps"] == ("160", "of 460: 60 warm-up, 100 GRPO")
+    assert found["Steps"] == ("160", "of 160: 60 warm-up, 100 GRPO")
     assert found["Memory, peak"] == ("742 MB", "771 MB predicted") and found["Missing rewards"][0] == "0"
     assert {"Time", "Generation", "Training", "Log-prob mismatch"} <= set(found)
 

@@ -348,13 +348,15 @@ def summarise(run: str | Path, steps: StepRecords | None = None) -> Record:
 
 def planned_steps(state: Mapping[str, Any], last: Mapping[str, Any]) -> int | None:
     """Return the number of a run's last step, as far as it is known now; None without a plan. last: record of its
-    newest step. Phases that have ended count the steps that they took, as a warm-up may end before its plan does."""
+    newest step. Phases that have ended count the steps that they took, as a warm-up may end before its plan does, and
+    a run that was stopped by its loop or a callback is whole."""
     plan = state.get("plan") or {}
     supervised, values, steps = (plan.get(name) or 0 for name in ("supervised_steps", "value_steps", "steps"))
-    if not last.get("phase_steps"):
+    if not (last.get("phase_steps") and last.get("phase_step")):
         return supervised + values + steps or None
     later: int = {"warmup": values + steps, "values": steps}.get(last.get("phase", ""), 0)
-    return int(last["step"] - last["phase_step"] + last["phase_steps"] + later)
+    whole = int(last["step"] - last["phase_step"] + last["phase_steps"] + later)
+    return last["step"] if state.get("state") == "finished" else whole
 
 
 def _all_steps(records: Sequence[Record]) -> StepRecords:

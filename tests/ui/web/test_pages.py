@@ -348,14 +348,17 @@ def test_numbers_are_those_of_the_summary(client, folder):
     assert RunsFolder(folder).get("sums-a-001").summary() == s
 
 
-def test_progress_is_one_number_on_the_list_the_page_of_a_run_and_in_tilth_show(client, folder):
-    """Steps of all phases, as they took or are planned: a warm-up of 250 steps ended after 4."""
-    shown = CliRunner().invoke(app, ["show", str(folder / "sums-a-001")]).output
-    page = page_of(client, "/runs/sums-a-001")
+@pytest.mark.parametrize(("end", "last"), [("interrupted", 404), ("finished", 16)])
+def test_progress_is_one_number_on_the_list_the_page_of_a_run_and_in_tilth_show(tmp_path, end, last):
+    """Steps of all phases, as they took or are planned: a warm-up of 250 steps ended after 4, and a run may stop."""
+    run = fake_run(tmp_path, warmup=4, steps=12, end=end)
+    shown, client = CliRunner().invoke(app, ["show", str(run)]).output, client_of(tmp_path)[0]
+    page = page_of(client, f"/runs/{run.name}")
     (bar,) = [a for n, a in page.seen if n == "progress"]
-    assert "16 of 404" in rows_of_page(client)["sums-a-001"] and "16 of 404 in 0:0" in shown
-    assert "step 16 of 404, GRPO" in page.words and (bar["value"], bar["max"]) == ("16", "404")
-    assert "Steps 16 of 404: 4 warm-up, 12 GRPO" in page.words and not re.search("of (at most )?(400|650)", page.words)
+    assert f"16 of {last}" in rows_of_page(client)[run.name] and f"16 of {last} in 0:0" in shown
+    assert f"step 16 of {last}, GRPO" in page.words and (bar["value"], bar["max"]) == ("16", str(last))
+    assert f"Steps 16 of {last}: 4 warm-up, 12 GRPO" in page.words
+    assert not re.search("of (at most )?(400|650)", page.words)
 
 
 def random_records(chance):
