@@ -19,7 +19,7 @@ from tilth.flows.ledger import Ledger
 from tilth.flows.replicas import Flight, Replicas
 from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad
 from tilth.roles.relay import Publication
-from tilth.roles.rollout import Ended
+from tilth.roles.rollout import Ended, Resumed
 from tilth.runs.state import RunState
 
 STEPS = 5
@@ -58,12 +58,12 @@ class CountedReplica:
         self.case, self.drawn, self.rows = case, drawn, dict[int, int]()
         self.version = self.peak = self.stalled = self.busy = 0
 
-    def submit(self, asked: Batch, again: int | None = None) -> dict[int, int]:
+    def submit(self, asked: Batch, again: int | None = None) -> dict[int, Resumed]:
         """Take samples; one that has moved goes on with its tokens."""
         ids = asked["id"].tolist()
         self.rows.update((i, self.drawn.setdefault(i, 0)) for i in ids)
         self.peak, self.stalled = 0, self.stalled + (self.case.move if again is not None else 0)
-        return {i: self.rows[i] for i in ids}
+        return {i: Resumed(self.rows[i], self.version) for i in ids}
 
     def advance(self, *, texts: bool) -> dict[int, Ended]:
         """Run a round."""

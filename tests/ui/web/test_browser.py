@@ -60,8 +60,9 @@ def test_a_browser_that_does_not_start_skips_its_tests_with_the_reason(browser, 
     broken = tmp_path / "chromium"
     broken.write_text("#!/bin/sh\necho no libnss3.so >&2; exit 127\n")
     broken.chmod(0o755)
-    with pytest.raises(pytest.skip.Exception, match=r"does not start.*libnss3"):
+    with pytest.raises(pytest.skip.Exception) as skipped:
         launch(browser.browser_type, broken)
+    assert "libnss3" in str(skipped.value)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +117,10 @@ def tab(browser, limit=LIMIT, **options):
 
 
 def test_a_page_whose_script_does_not_end_crashes_at_its_limit(browser, site):
-    with pytest.raises(api.Error, match="crashed"), tab(browser, limit=3) as page:
+    with pytest.raises(api.Error) as ended, tab(browser, limit=3) as page:
         page.goto(site)
         page.evaluate("() => { for (;;) {} }")
+    assert "crashed" in str(ended.value)
 
 
 def until(page, expression, seconds=PATIENT):
