@@ -160,14 +160,23 @@ def test_calls_of_a_worker_apart_are_drained_with_its_loss(fleet):
     assert caught.value.ranks == (0,)
 
 
-def test_a_loss_from_before_a_worker_was_apart_is_raised_where_others_are_drained(fleet):
+def test_a_loss_from_before_a_worker_was_apart_is_that_of_its_next_call(fleet):
+    """The others are drained, also with no call left, and the failures of others stay."""
     calls = Dispatch(fleet, 60, keep=True)
     for rank in (0, 1):
         calls.submit(rank, CALL)
     fleet.sent[1].set_exception(lost(1))
     calls.apart = {1}
-    with raises(WorkerLost, "rollout.advance"):
+    later(0.05, fleet.sent[0].set_result, Reply("there", {}))
+    for _ in range(2):
         calls.drain()
+    assert calls.idle()
+    calls.submit(0, CALL)
+    fleet.sent[2].set_exception(lost(0))
+    calls.apart = {1}
+    with raises(WorkerLost, "rollout.advance") as caught:
+        calls.drain()
+    assert caught.value.ranks == (0,)
 
 
 WAITS = """Current thread 0x09 (most recent call first):

@@ -100,8 +100,7 @@ class Dispatch:
         self.totals = Totals(backend.workers)
         self.traffic = Traffic()
         self._own = threading.local()
-        self.apart: Collection[int] = ()
-        """Ranks whose loss concerns those alone who wait for their calls: see ``Cluster.renew``."""
+        self._apart: Collection[int] = ()
         self.order = threading.RLock()
         """Held while one call goes to all its ranks, so that calls of two threads reach each rank in one order."""
         self.failed: BaseException | None = None
@@ -117,6 +116,18 @@ class Dispatch:
         self._failures: list[BaseException] = []
         self._waited: dict[int, tuple[Call, WorkerError]] = {}
         """Rank -> call that timed out in a collective because another rank did not join."""
+
+    @property
+    def apart(self) -> Collection[int]:
+        """Ranks whose loss concerns those alone who wait for their calls: see ``Cluster.renew``. A loss of theirs that
+        was to be raised is dropped when this is set: their next call fails with it."""
+        return self._apart
+
+    @apart.setter
+    def apart(self, ranks: Collection[int]) -> None:
+        with self._changed:
+            self._apart = ranks
+            self._failures = [error for error in self._failures if not self._is_apart(error)]
 
     @property
     def lease(self) -> Lease | None:
@@ -227,10 +238,9 @@ class Dispatch:
                 self.wait(flights)
                 return
             except WorkerLost as error:
-                left = [flight for flight in flights if not flight.landed]
-                if not self._is_apart(error) or len(left) == len(flights):  # it was of none of these
+                if not self._is_apart(error):
                     raise
-                flights = left
+                flights = [flight for flight in flights if not flight.landed]
 
     def end(self, seconds: float) -> bool:
         """Close the roles of idle workers. Return False, without an error, if a call has failed or is in flight, or if
