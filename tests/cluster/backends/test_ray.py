@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.ray import RayBackend
 from tilth.cluster.backends.ray_actors import interface_for
 from tilth.cluster.backends.ray_connect import Node, _knock, connect, import_ray, nodes_of, place_spares, spread
-from tilth.cluster.backends.ray_watch import is_lost
+from tilth.cluster.backends.ray_watch import Machine, Process, is_lost
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.batch import Jagged
 from tilth.core.errors import CallTimeout, RecipeError, StorageError, WorkerLost
@@ -159,6 +160,55 @@ def test_addresses_that_cannot_be():
         connect(refusing(AssertionError()), 2, "ray://host:10001")
     with raises(RecipeError, "cluster.address"):
         _knock("127.0.0.1:9")
+
+
+class Fault(Exception):
+    """Of a Ray that is pretended."""
+
+
+class Silence(Fault):
+    """The same, for want of an answer."""
+
+
+class Failed(Fault):
+    """The same, of a method."""
+
+
+def pretended(get=lambda reference, timeout: reference, processes=()):
+    """A backend with these processes, without Ray."""
+    backend = RayBackend.__new__(RayBackend)
+    kinds = {"RayError": Fault, "GetTimeoutError": Silence, "RayTaskError": Failed, "RayActorError": Fault}
+    backend._ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(**kinds), wait=lambda *_, **__: None)
+    backend._processes, backend._lock = list(processes), threading.RLock()
+    backend._machines = list({process.machine: None for process in processes})
+    return backend
+
+
+class Remote:
+    """Stands for an actor; its methods answer with their arguments."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *given: self.asked.append((name, *given)))
+
+
+def process(rank):
+    return Process(Remote(), Machine(Node("a", "10.0.0.1", 4), 0, Remote()), None, rank, 100 + rank)
+
+
+@pytest.mark.parametrize("found, kind, ranks", [(Fault("died"), WorkerLost, (1,)), (Silence(), CallTimeout, ())])
+def test_a_node_that_does_not_answer_a_control_message_is_named_with_the_rank(found, kind, ranks):
+    """With it the loss is that of a replica alone; silence is not a loss."""
+
+    def get(reference, timeout):
+        raise found
+
+    backend = pretended(get, [process(rank) for rank in range(2)])
+    with raises(kind, "rollout.engine_counts") as caught:
+        backend.control(1, "rollout", "engine_counts", {})
+    assert tuple(caught.value.ranks) == ranks and "rank 1" in str(caught.value)
 
 
 def test_collectives_of_one_machine_stay_on_it():

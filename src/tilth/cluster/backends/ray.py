@@ -22,7 +22,7 @@ from tilth.cluster.backends.ray_actors import NodeAgent, RayStore, RayWorker, ag
 from tilth.cluster.backends.ray_connect import Node, connect, first_line, import_ray, nodes_of, place_spares, spread
 from tilth.cluster.backends.ray_files import RayFiles
 from tilth.cluster.backends.ray_watch import Machine, NodeWatch, Process, unreachable
-from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
+from tilth.core.errors import CallTimeout, RecipeError, TilthError, WorkerError, WorkerLost
 
 SESSION = "session"
 """File of the folder that outlives controllers with the name of the session of the last one."""
@@ -418,15 +418,19 @@ class RayBackend:
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
         """Send a control message by the worker's node, since an actor's methods wait for the running call."""
-        machine = self._processes[rank].machine
+        machine, where, key = self._processes[rank].machine, f"role {role}, rank {rank}, {method}", f"{role}.{method}"
         try:
             return self._ask(machine, "control", rank, role, method, arguments, limit=2 * LOOK)
         except self._ray.exceptions.RayTaskError as error:
             known = error.cause if isinstance(error.cause, TilthError) else None
-            raise (known or WorkerError(str(error), key=f"{role}.{method}")) from None
+            raise (known or WorkerError(str(error), key=key)) from None
+        except self._ray.exceptions.GetTimeoutError:
+            message = f"{where}: no answer to a control message within {2 * LOOK:g} s"
+            raise CallTimeout(message, key=key) from None
         except self._ray.exceptions.RayError as error:
-            message = f"role {role}, rank {rank}, {method}: {str(error).strip()}"
-            raise WorkerLost(message, key=f"{role}.{method}") from None
+            gone = WorkerLost(f"{where}: {str(error).strip()}", key=key)
+            gone.ranks = (rank,)
+            raise gone from None
 
     def probe(self, rank: int) -> Probe:
         process = self._processes[rank]
