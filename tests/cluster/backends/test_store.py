@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 from tests.errors import raises
 from tilth.cluster.backends.probe import LONGEST, StatusBoard
-from tilth.cluster.backends.store import FolderStore, _no_room
+from tilth.cluster.backends.ray_actors import RayStore
+from tilth.cluster.backends.store import FolderStore, _no_room, column_of
 from tilth.core.batch import Handle, Jagged
 from tilth.core.errors import ReplicaMismatch, StorageError
 from tilth.trace import recorder, span
@@ -39,6 +40,22 @@ def test_a_column_comes_back_bit_for_bit(tmp_path_factory, values, lengths, name
 
 def ragged(*values):
     return Jagged.of([np.array(values)])
+
+
+def test_the_process_that_replaces_one_of_a_rank_puts_columns_beside_its(tmp_path):
+    """In one lease too, from the same number on; on Ray the second would take the place of the first."""
+    lives = [FolderStore(tmp_path, "1") for _ in range(2)]
+    handles = [store.put("x", ragged(i)) for i, store in enumerate(lives)]
+    assert [lives[0].get(handle).values.tolist() for handle in handles] == [[0], [1]]
+    assert len({len(handle.key) for handle in handles}) == 1  # counts of bytes are those of every run
+
+
+def test_columns_of_ray_have_the_name_of_a_process(monkeypatch):
+    kept = {}
+    monkeypatch.setattr(RayStore, "_ask", lambda self, key, method, *given: kept.update({key: given}))
+    for _ in range(2):
+        RayStore("s", 0, "1").put("x", ragged(1))
+    assert len(kept) == 2 and {column_of(key) for key in kept} == {"x"}
 
 
 def test_a_reader_may_write_in_its_own_view(tmp_path):

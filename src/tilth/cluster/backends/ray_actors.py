@@ -24,7 +24,7 @@ from tilth.cluster.backends import control
 from tilth.cluster.backends.base import Probe
 from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.store import column_key, column_of
+from tilth.cluster.backends.store import column_key, column_of, process_name
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.fork_server import AHEAD, print_to
 from tilth.cluster.worker.local_worker import executor
@@ -321,14 +321,14 @@ def agent_name(session: str, home: int) -> str:
 class RayStore:
     """Payload in Ray's object store: a column is owned by the NodeAgent of its node and read from any node.
 
-    session: of the backend; home: number of this process's node; writer: makes keys unique; homes: returns the numbers
+    session: of the backend; home: number of this process's node; writer: rank, in its keys; homes: returns the numbers
     of all living nodes, for the controller.
     """
 
     def __init__(self, session: str, home: int, writer: str, homes: Callable[[], Iterable[int]] = tuple) -> None:
         self.lease = ""
         self._homes = homes
-        self._session, self._home, self._writer = session, home, writer
+        self._session, self._home, self._writer = session, home, process_name(writer)
         self._agents: dict[int, Any] = {}
         self._numbers = count()
 

@@ -6,6 +6,7 @@ The files belong to no process, so a column outlives the rank that put it. In /d
 import itertools
 import mmap
 import os
+import secrets
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -28,18 +29,24 @@ def column_key(lease: str, column: str, writer: str, number: int) -> str:
     return f"{lease}~{quote(column, safe='')}-{writer}-{number}"
 
 
+def process_name(writer: str) -> str:
+    """Return a name that this process alone has, always of one length: a worker that replaces one of the same rank
+    counts its columns from 0 again, and those of the one before may still be there."""
+    return f"{writer}.{secrets.token_hex(4)}"
+
+
 def column_of(key: str) -> str:
     """Return the column's name that a key from ``column_key`` holds."""
     return unquote(key.partition("~")[2].rsplit("-", 2)[0])
 
 
 class FolderStore:
-    """Columns as files of a folder that all processes of one machine share. writer: makes keys unique."""
+    """Columns as files of a folder that all processes of one machine share. writer: rank, in its keys."""
 
     def __init__(self, folder: Path, writer: str) -> None:
         self.folder = folder
         self.lease = ""
-        self._writer = writer
+        self._writer = process_name(writer)
         self._numbers = itertools.count()
 
     def put(self, column: str, data: Jagged) -> Handle:
