@@ -17,7 +17,7 @@ from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Lease
-from tilth.core.errors import DataError, WorkerLost
+from tilth.core.errors import DataError, StorageError, WorkerLost
 from tilth.engines.protocol import EngineError
 from tilth.engines.rounds import RoundLimits
 from tilth.flows import replicas as flows_replicas
@@ -326,6 +326,7 @@ def test_rounds_that_outlive_their_stop_ask_no_replica_any_more(made, monkeypatc
     if hangs == "submit":  # a round would begin; one that ends after the stop is lost, and no error
         with raises(EngineError, "replicas.stopped"):
             replicas.whole()
+        replicas.check_ended()  # the stop has made it raise that
 
 
 def test_the_thread_ends_no_round_of_a_loop_that_holds_it(made):
@@ -469,6 +470,32 @@ def test_a_replica_that_is_being_replaced_holds_up_no_end_of_a_run(made, monkeyp
     replicas._give_up = lambda ranks: killed.set()
     replicas.stop()
     assert given == [[0]] and not replicas._menders[0].is_alive()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_mender_raises_at_the_end_of_a_phase_is_raised_there(made, fails):
+    """The new worker has no log and no weights: the next phase would ask it for samples."""
+
+    def mend(place, error):
+        while not replicas._stopped:
+            time.sleep(0.01)
+        if fails:
+            raise StorageError("full", key="recoveries")
+        rollout.each[place].lost = False
+        return Publication(1, 1)
+
+    rollout, replicas = made(count=1, mend=mend)
+    rollout.forget = rollout.done.append
+    rollout.each[0].lost = True
+    replicas.submit(flight(0))
+    while not replicas._menders:
+        time.sleep(0.01)
+    state = SimpleNamespace(drawn={"samples": 2})
+    sampler = SimpleNamespace(ledger=None, replicas=replicas, _publisher=None, state=state, _freed=[], _leases={})
+    sampler.halt, sampler._free = partial(AsyncSampler.halt, sampler), lambda: None
+    with raises(StorageError, "recoveries") if fails else nullcontext():
+        AsyncSampler.leave(sampler)
+    assert (sampler.replicas is None) is not fails and rollout.done == ["begin", *([] if fails else [2, "begin"])]
 
 
 def test_a_call_of_the_loop_that_reaches_a_replica_which_is_lost_fails_no_step(made):

@@ -15,8 +15,9 @@ from tilth.cluster.controller.leases import LeasedStore
 from tilth.cluster.protocol import transfer_of
 from tilth.config.schema import Recipe, TrainConfig
 from tilth.core.batch import Handle
-from tilth.core.errors import LogprobMismatch
+from tilth.core.errors import LogprobMismatch, WeightMismatch, WorkerLost
 from tilth.core.layout import Mesh
+from tilth.engines.protocol import EngineError
 from tilth.flows.weight_sync import Publisher, SyncBounds, check_mismatch
 from tilth.rl.metrics import Metric
 from tilth.roles.relay_sync import RelaySyncWorker
@@ -125,6 +126,42 @@ def test_a_replica_that_is_lost_takes_nothing_until_it_joins_again(monkeypatch):
         if version == 1:
             assert publisher.join(1).version == 1 and workers.pulled()[0] == [2]
     assert found == [[1, 2], [1], [1, 2]]
+
+
+def test_a_replica_that_is_lost_is_not_asked_to_pull_alone(monkeypatch):
+    """It would draw with its first weights, and the log would say that it has the newest."""
+    publisher = Answers(2, monkeypatch).publisher
+    publisher.publish(0)
+    publisher.leave(1)
+    with raises(EngineError, "weight_sync.pull"):
+        publisher.pull(1)
+    publisher.join(1)
+    assert publisher.pull(1).version == 0
+
+
+@pytest.mark.parametrize("ask", [lambda publisher: publisher.publish(1), Publisher.wait])
+def test_what_stopped_a_pull_is_raised_though_another_thread_has_heard_of_it(monkeypatch, ask):
+    """Beside a loss in the same call, which is that of the worker's next call."""
+    workers = Answers(2, monkeypatch)
+    publisher, plain = workers.publisher, workers.submit
+    gone = WorkerLost("gone", key="worker.1")
+    gone.ranks = (1,)
+    torn = {1: gone, 2: WeightMismatch("torn", key="relay.torn")}
+
+    def submit(rank, call):
+        if call.method != "pull":
+            return plain(rank, call)
+        future = Future()
+        future.set_exception(torn[rank])
+        return future
+
+    workers.submit = submit
+    workers.group._dispatch.keep, workers.group._dispatch.apart = True, {1, 2}
+    publisher.publish(0)
+    with raises(WeightMismatch, "relay.torn"):  # the thread of the replicas
+        workers.group._dispatch.wait([])
+    with raises(WeightMismatch, "relay.torn"):
+        ask(publisher)
 
 
 def test_what_the_controller_does_for_a_publication_grows_with_no_replica_but_by_its_message(monkeypatch):

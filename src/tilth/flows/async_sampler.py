@@ -385,7 +385,8 @@ class AsyncSampler(Sampler):
             self.store.release(*freed)
 
     def leave(self) -> None:
-        """Drop what is in flight, at the end of a phase."""
+        """Drop what is in flight, at the end of a phase. Raises what a replica has raised meanwhile, or who mends one:
+        the next phase would begin with a replica that is half made."""
         if self.ledger is not None:
             if left := len(self.ledger.open):
                 self.say(f"{left} groups that were begun ahead are dropped at the end of the phase")
@@ -394,6 +395,7 @@ class AsyncSampler(Sampler):
             self.state.event = self.events.sync(self.state.step)
         self.halt()
         if self.replicas is not None:
+            self.replicas.check_ended()
             self.replicas.rollout.forget(self.state.drawn.get("samples", 0))
             self.replicas.drop()
             if self._publisher is not None and self._own_time:

@@ -39,6 +39,8 @@ PERIOD = 5.0
 """Seconds between two plans of moves (Laminar, arXiv 2510.12633)."""
 STAY = 16
 """A sample that has at most so many tokens to draw is not moved: its prefix would be computed again for them."""
+STOPPED = "replicas.stopped"
+"""Key of the error of who asks a replica once the rounds are stopped."""
 LOOK = 1.0
 """Seconds between two looks at a thread that is waited for."""
 
@@ -284,6 +286,11 @@ class Replicas:
         if self._error is not None:
             raise self._error
 
+    def check_ended(self) -> None:
+        """Raise what rounds or menders have raised that are stopped, but for what the stop itself has made them raise."""
+        if not (isinstance(self._error, EngineError) and self._error.key == STOPPED):
+            self._check()
+
     # ---- rounds ----
 
     def _run(self) -> None:
@@ -297,7 +304,7 @@ class Replicas:
                     self._lose(error)
         except BaseException as error:  # noqa: BLE001 - the loop's thread raises it
             with self._changed:
-                self._error = error
+                self._error = self._error or error
                 self._changed.notify_all()
 
     def _goes_on(self) -> bool:
@@ -321,7 +328,7 @@ class Replicas:
     def _part(self, place: int) -> WorkerGroup:
         """Return a replica for a call. EngineError once the rounds are stopped: the next attempt may have it."""
         if self._stopped:
-            raise EngineError(f"rounds that were stopped ask replica {place}", key="replicas.stopped")
+            raise EngineError(f"rounds that were stopped ask replica {place}", key=STOPPED)
         return self._parts[place]
 
     def _round(self, *, begin: bool = True) -> None:

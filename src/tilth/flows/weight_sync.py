@@ -10,11 +10,13 @@ from functools import cache
 import torch
 
 from tilth.cluster.controller.group import WorkerGroup
+from tilth.cluster.controller.lazy import LazyMap
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Lease
-from tilth.core.errors import LogprobMismatch
+from tilth.core.errors import LogprobMismatch, WorkerLost
 from tilth.core.layout import Mesh
+from tilth.engines.protocol import EngineError
 from tilth.rl.metrics import Metric
 from tilth.roles.relay import Publication
 from tilth.roles.relay_sync import SentVersion
@@ -66,6 +68,7 @@ class Publisher:
         self._newest = Publication(0, -1)
         self._left = set[int]()
         """Replicas that are lost."""
+        self._pulls: list[Mapping[int, None]] = []
         self._lease: Lease | None = None
         """Of the pulls since the last publication."""
         self._lock = threading.Lock()
@@ -91,8 +94,13 @@ class Publisher:
         return sum(written)
 
     def pull(self, replica: int | None = None) -> Publication:
-        """Let a replica, None: each, take what was published last, before what it is asked for next; return that."""
+        """Let a replica, None: each that is not lost, take what was published last, before what it is asked for next;
+        return that. EngineError [weight_sync.pull] for one that is lost: it would draw with the weights it was made
+        with."""
         with self._lock:
+            if replica in self._left:
+                message = f"replica {replica} is lost and takes no weights; its new worker takes them when it joins"
+                raise EngineError(message, key="weight_sync.pull")
             self._send(self._replicas if replica is None else [replica])
             return self._newest
 
@@ -101,7 +109,7 @@ class Publisher:
         self._lease = self._lease or self.store.lease("weights")
         if living := [place for place in replicas if place not in self._left]:
             with self.store.under(self._lease):  # not the step's, which ends without them
-                self._part(*living).pull("rollout", self._newest, self._sent)
+                self._pulls.append(self._part(*living).pull("rollout", self._newest, self._sent))
 
     def leave(self, replica: int) -> None:
         """Let a replica that is lost take nothing, until ``join``."""
@@ -140,10 +148,15 @@ class Publisher:
             self._free()
 
     def _wait(self) -> None:
-        """Wait for the pulls, all at once. (Called with the lock.)"""
+        """Wait for the pulls, all at once. Raises what stopped one, also where another thread has heard of it, but for
+        a loss, which is that of the worker's next call too. (Called with the lock.)"""
         if self._lease is not None:
             self._lease.release()
-            self._lease = None
+            pulls, self._pulls, self._lease = self._pulls, [], None
+            calls = [call for pull in pulls if isinstance(pull, LazyMap) for call in pull.calls]
+            for error in (call.future.exception() for call in calls):
+                if error is not None and not isinstance(error, WorkerLost):
+                    raise error
 
 
 @dataclass(frozen=True)
