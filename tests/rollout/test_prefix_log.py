@@ -192,6 +192,28 @@ def test_tokens_of_a_request_are_logged_once_and_its_rest_is_drawn(tmp_path):
     assert again.take(request).finish == "stop" and not [*again.rows()]
 
 
+@pytest.mark.parametrize("count", [2, 6])
+def test_tokens_of_two_draws_of_a_sample_are_not_joined(tmp_path, count):
+    """One replica went on from what it saw of a lost one, before it saw all: a third takes tokens of one of them."""
+
+    def write(log, *tokens):
+        log.write({0: Progress(np.array(tokens), np.zeros(len(tokens), np.float32), versions=SPANS[:1])})
+
+    engine = SimpleNamespace(reports=True, version=4)
+    lost, second, third = (FlightLog(PrefixLog(tmp_path, 1, 4, rank), engine) for rank in range(3))
+    lost.begin(asked())
+    write(lost, 100, 101)
+    write(lost, 102, 103)
+    lost.log.forget(0)  # the next file
+    write(lost, 104, 105, 106, 107)
+    late = max(tmp_path.glob("*.bin")).rename(tmp_path / "late")
+    assert said(second.take(asked())) == told(4)
+    write(second, *[50] * count)
+    write(second, 51)
+    late.rename(tmp_path / "attempt-000001-rank-0-part-000001.bin")
+    assert said(third.take(asked())) == (told(8) if count > 4 else [*told(4), *[50] * count, 51])
+
+
 def test_a_disk_that_refuses_is_named(tmp_path):
     log = PrefixLog(tmp_path / "log", 1, 4, 0)
     (tmp_path / "log" / "attempt-000001-rank-0-part-000000.bin").mkdir()

@@ -287,7 +287,7 @@ class Replicas:
             raise self._error
 
     def check_ended(self) -> None:
-        """Raise what rounds or menders have raised that are stopped, but for what the stop itself has made them raise."""
+        """Raise what rounds or menders have raised that are stopped, but for what the stop has made them raise."""
         if not (isinstance(self._error, EngineError) and self._error.key == STOPPED):
             self._check()
 

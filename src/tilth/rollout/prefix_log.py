@@ -36,7 +36,7 @@ _PART = re.compile(r"attempt-(\d+)-rank-(\d+)-part-(\d+)\.bin")
 class DrawnTokens(NamedTuple):
     """Tokens int64 [n] of a request's completion behind its first ``start``, with log-probs float32 [n] and, through
     filters, those of the filtered distribution. versions: of the trajectory so far; finish: None while it is in
-    flight."""
+    flight; before: CRC-32 of the first ``start`` tokens, None: as earlier releases have logged it."""
 
     request: Request
     start: int
@@ -46,6 +46,7 @@ class DrawnTokens(NamedTuple):
     versions: Sequence[tuple[int, int]]
     finish: Finish | None = None
     text: str = ""
+    before: int | None = None
 
     @classmethod
     def of(cls, request: Request, t: Trajectory, start: int, *, ended: bool) -> "DrawnTokens":
@@ -53,11 +54,12 @@ class DrawnTokens(NamedTuple):
         some = slice(len(request.prompt) + start, None)
         sampling = None if t.sampling_logprobs is None else t.sampling_logprobs[some]
         end = (t.finish, t.text) if ended else (None, "")
-        return cls(request, start, t.tokens[some], t.logprobs[some], sampling, t.versions, *end)
+        before = _crc(t.tokens[len(request.prompt) : some.start])
+        return cls(request, start, t.tokens[some], t.logprobs[some], sampling, t.versions, *end, before=before)
 
     def encoded(self) -> bytes:
         """Return the frame."""
-        facts = [_drawn_by(self.request), self.sampling is not None, self.versions, self.finish, self.text]
+        facts = [_drawn_by(self.request), self.sampling is not None, self.versions, self.finish, self.text, self.before]
         head = json.dumps(facts).encode()
         sampling = b"" if self.sampling is None else self.sampling.astype(np.float32).tobytes()
         columns = self.tokens.astype(np.int64).tobytes() + self.logprobs.astype(np.float32).tobytes() + sampling
@@ -68,18 +70,23 @@ class DrawnTokens(NamedTuple):
         """Return what is behind the first ``end`` tokens of the completion."""
         some = slice(end - self.start, None)
         sampling = None if self.sampling is None else self.sampling[some]
-        return self._replace(start=end, tokens=self.tokens[some], logprobs=self.logprobs[some], sampling=sampling)
+        found = self._replace(start=end, tokens=self.tokens[some], logprobs=self.logprobs[some], sampling=sampling)
+        return found._replace(before=self.until(end))
+
+    def until(self, end: int) -> int | None:
+        """Return the CRC-32 of the first ``end`` tokens of the completion; None if it is not known."""
+        return None if self.before is None else _crc(self.tokens[: end - self.start], self.before)
 
     @classmethod
     def decoded(cls, request: Request, start: int, head: bytes, columns: bytes) -> "DrawnTokens | None":
         """Read the frame of a request; None for one of another prompt, or drawn in another way."""
-        by, filtered, versions, finish, text = json.loads(head)
+        by, filtered, versions, finish, text, *more = json.loads(head)
         if by != _drawn_by(request):
             return None
         n = len(columns) // (16 if filtered else 12)
         tokens, floats = np.frombuffer(columns, np.int64, n), np.frombuffer(columns, np.float32, offset=8 * n)
         spans = [(first, version) for first, version in versions]
-        return cls(request, start, tokens, floats[:n], floats[n:] if filtered else None, spans, finish, text)
+        return cls(request, start, tokens, floats[:n], floats[n:] if filtered else None, spans, finish, text, *more)
 
 
 @dataclass
@@ -184,13 +191,20 @@ def _frame(file: BinaryIO, place: int, request: Request) -> DrawnTokens | None:
 
 
 def _in_order(frames: Iterable[DrawnTokens]) -> list[DrawnTokens]:
-    """Return frames of a request in order, up to what is missing."""
-    end, whole = 0, list[DrawnTokens]()
+    """Return frames of a request in order, up to what is missing, without those of another draw of it: one that went
+    on before all of these files were seen here has other tokens from there on."""
+    end, before, whole = 0, 0, list[DrawnTokens]()
     for one in sorted(frames, key=lambda one: (one.start, len(one.tokens), one.finish is not None)):
-        if one.start <= end <= one.start + len(one.tokens):  # a sample that moved is there twice up to its move
+        # A sample that moved is there twice up to its move.
+        if one.start <= end <= one.start + len(one.tokens) and one.until(end) in (None, before):
             whole.append(one.after(end))
-            end = one.start + len(one.tokens)
+            end, before = one.start + len(one.tokens), _crc(whole[-1].tokens, before)
     return whole
+
+
+def _crc(tokens: np.ndarray, before: int = 0) -> int:
+    """Return the CRC-32 of tokens behind those with this one."""
+    return zlib.crc32(tokens.astype(np.int64).tobytes(), before)
 
 
 def _drawn_by(request: Request) -> int:
@@ -244,14 +258,14 @@ class FlightLog:
         """Request -> tokens with which it is left for now, those of its prompt among them."""
         self.still, self.peak = 0, 0
         """Requests that drew nothing in the last round; most tokens in flight since somebody set this to 0."""
-        self._flying: dict[int, tuple[Request, int]] = {}
-        """Request in flight -> itself, and the tokens of its completion that the log has."""
+        self._flying: dict[int, tuple[Request, int, int]] = {}
+        """Request in flight -> itself, the number of tokens of its completion that the log has, and their CRC-32."""
         self._new: list[DrawnTokens] = []
         """What is to be written."""
 
     def begin(self, request: Request) -> None:
         """Note a request of which nothing is known."""
-        self._flying[request.id] = request, 0
+        self._flying[request.id] = request, 0, 0
 
     def take(self, request: Request, least: int = 0) -> Trajectory | None:
         """Note a request, unless the log has all of it, and return what the log has: see ``PrefixLog.take``."""
@@ -274,7 +288,7 @@ class FlightLog:
 
     def end(self, t: Trajectory) -> bool:
         """Note what the engine has finished; True if it is only left for now."""
-        request, count = self._flying[t.id]
+        request, count, _ = self._flying[t.id]
         left = t.finish == "length" and t.completion_length < request.params.max_tokens
         if t.routing is None or self._complete:  # else the rest is drawn again, as the log has no routing
             self._add(DrawnTokens.of(request, t, count, ended=not left))
@@ -284,7 +298,7 @@ class FlightLog:
     def pause(self, stopped: Sequence[Trajectory]) -> None:
         """Log what requests have that are stopped for a while."""
         for t in stopped:
-            request, count = self._flying[t.id]
+            request, count, _ = self._flying[t.id]
             self._add(DrawnTokens.of(request, t, count, ended=False))
         self.flush()
 
@@ -295,14 +309,16 @@ class FlightLog:
     def write(self, progress: Mapping[int, Progress]) -> None:
         """Log what a round has drawn. StorageError."""
         for i, new in progress.items():
-            self._add(DrawnTokens(*self._flying[i], new.tokens, new.logprobs, new.sampling, new.versions))
+            request, count, before = self._flying[i]
+            some = new.tokens, new.logprobs, new.sampling, new.versions
+            self._add(DrawnTokens(request, count, *some, before=before))
         self.flush()
         self.still = len(self._flying.keys() - progress.keys())
         self.peak = max(self.peak, sum(row.tokens for row in self.rows()))
 
     def rows(self) -> Iterator[LiveRow]:
         """Yield what is in flight."""
-        for i, (one, count) in self._flying.items():
+        for i, (one, count, _) in self._flying.items():
             yield LiveRow(i, len(one.prompt) + count, one.params.max_tokens - count)
 
     def flush(self) -> None:
@@ -314,4 +330,5 @@ class FlightLog:
     def _add(self, drawn: DrawnTokens) -> None:
         """Note what is to be written of a request in flight."""
         self._new.append(drawn)
-        self._flying[drawn.request.id] = drawn.request, drawn.start + len(drawn.tokens)
+        end = drawn.start + len(drawn.tokens)
+        self._flying[drawn.request.id] = drawn.request, end, drawn.until(end) or 0
