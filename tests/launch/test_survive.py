@@ -15,12 +15,14 @@ from tests.flows import tiny
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import StorageError, WorkerLost
 from tilth.core.layout import Mesh
+from tilth.engines.protocol import EngineError
 from tilth.flows.callbacks import Callback
 from tilth.guard.recovery import EVICTS
 from tilth.launch.life import LifeOfRun
 from tilth.launch.survive import Survival, _named
 from tilth.runs.directory import RECOVERIES
 from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
+from tilth.runs.signals import HandOver, Interrupted
 
 pytestmark = pytest.mark.dist
 LOCAL = {"backend": "local", "workers": 2}
@@ -393,6 +395,36 @@ def test_who_was_replaced_after_the_last_step_is_told_at_the_end(monkeypatch):
     monkeypatch.setattr(LifeOfRun, "finish", lambda _: run)
     assert LifeOfRun(lambda: run, survival, None, None, None).live(fallback=False) is run
     assert "worker 1 is new" in said[-1]
+
+
+@pytest.mark.parametrize("end", [None, HandOver("to"), Interrupted("asked"), lost(0)])
+def test_an_attempt_has_its_outcome_though_a_worker_is_still_replaced_at_its_end(monkeypatch, end):
+    """It is logged; a recovery would wait for it, and the run ends."""
+    said, done = [], []
+
+    def halt():
+        raise EngineError("late", key="replicas.mend")
+
+    def finish(life):
+        if end is not None:
+            raise end
+        return run
+
+    survival = Beside().survival(monkeypatch, said.append)
+    survival.tell = lambda: done.append("told")
+    directory = SimpleNamespace(end=lambda *_, **__: None)
+    saving = SimpleNamespace(give_up=lambda *_: done.append("given up"))
+    run = SimpleNamespace(sampler=SimpleNamespace(halt=halt), saving=saving, directory=directory)
+    monkeypatch.setattr(LifeOfRun, "begin", lambda *_: None)
+    monkeypatch.setattr(LifeOfRun, "finish", finish)
+    life = LifeOfRun(lambda: run, survival, None, None, None)
+    if end is None:
+        assert life.live(fallback=False) is run
+    else:
+        kind = EngineError if isinstance(end, WorkerLost) else type(end)
+        with pytest.raises(kind):
+            life.live(fallback=False)
+    assert said == ["late"] and done[-2:] == ["told", "given up"]
 
 
 def test_a_worker_that_is_replaced_beside_others_may_be_lost_again_as_often_as_any_other(monkeypatch):

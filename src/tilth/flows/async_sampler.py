@@ -405,10 +405,12 @@ class AsyncSampler(Sampler):
         self._free()
 
     def halt(self) -> None:
-        if self.replicas is not None:
-            self.replicas.stop()
-        if self._publisher is not None:
-            self._publisher.offer = None
+        try:
+            if self.replicas is not None:
+                self.replicas.stop()
+        finally:
+            if self._publisher is not None:
+                self._publisher.offer = None
 
     # ---- metrics ----
 

@@ -248,7 +248,7 @@ class Replicas:
 
     def stop(self) -> None:
         """End the rounds; what is in flight is lost. EngineError [replicas.mend] for a replica that is being mended
-        even when its worker has been killed for it."""
+        even when its workers have been given up for it."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -258,8 +258,8 @@ class Replicas:
             self._give_up([rank for place in late for rank in self._parts[place].mesh.ranks])
             if late := self._mending(PATIENCE):
                 raise EngineError(
-                    f"replica {late[0]} is being replaced for more than {MENDING + PATIENCE:g} s after the end of the "
-                    "rounds, and its worker was killed for it; start the run again, it continues",
+                    f"replica {late[0]} is still being replaced {MENDING + PATIENCE:g} s after the end of the rounds; "
+                    "if the run has not finished, start it again, and it continues",
                     key="replicas.mend",
                 )
 

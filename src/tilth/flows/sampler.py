@@ -353,7 +353,8 @@ class Sampler:
         """End what is in flight, at the end of a phase."""
 
     def halt(self) -> None:
-        """End the rounds of the engines: the run ends, or returns to an earlier state."""
+        """End the rounds of the engines: the run ends, or returns to an earlier state. EngineError [replicas.mend] if
+        another thread still replaces an engine's worker."""
 
     def _score(self, reward: WorkerGroup, batch: Batch, rows: int) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Return the scored batch, and the outcomes of missing rewards by trajectory id. rows: of one call."""

@@ -261,11 +261,22 @@ class LifeOfRun:
             except TilthError as error:
                 self.fail(error)
             finally:
-                self.run.sampler.halt()
+                stuck = self._halt()
                 self._survival.tell()
                 if not self._survival.cluster.dispatch.idle():  # rows that the writer holds are lost with their step
                     self.run.directory.trajectories = TrajectoryFiles(self.run.directory.path / TRAJECTORIES)
                 self.run.saving.give_up()
+            if stuck is not None:  # a recovery would wait for it
+                raise stuck from self._failed
+
+    def _halt(self) -> TilthError | None:
+        """End the rounds of the engines; log and return what fails in that: the attempt has an outcome of its own."""
+        try:
+            self.run.sampler.halt()
+        except TilthError as error:
+            self._survival.say(str(error))
+            return error
+        return None
 
     def begin(self, fallback: bool) -> None:
         """Return to the newest state of an earlier process, or start at step 0."""

@@ -53,9 +53,9 @@ class DrawnTokens(NamedTuple):
         """Return what a trajectory has behind its first ``start`` tokens. ended: with its end."""
         some = slice(len(request.prompt) + start, None)
         sampling = None if t.sampling_logprobs is None else t.sampling_logprobs[some]
-        end = (t.finish, t.text) if ended else (None, "")
+        finish, text = (t.finish, t.text) if ended else (None, "")
         before = _crc(t.tokens[len(request.prompt) : some.start])
-        return cls(request, start, t.tokens[some], t.logprobs[some], sampling, t.versions, *end, before=before)
+        return cls(request, start, t.tokens[some], t.logprobs[some], sampling, t.versions, finish, text, before)
 
     def encoded(self) -> bytes:
         """Return the frame."""

@@ -179,7 +179,7 @@ def pretended(get=lambda reference, timeout: reference, processes=()):
     backend = RayBackend.__new__(RayBackend)
     kinds = {"RayError": Fault, "GetTimeoutError": Silence, "RayTaskError": Failed, "RayActorError": Fault}
     backend._ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(**kinds), wait=lambda *_, **__: None)
-    backend._processes, backend._lock = list(processes), threading.RLock()
+    backend._processes, backend._starting, backend._lock = list(processes), {}, threading.RLock()
     backend._machines = list({process.machine: None for process in processes})
     return backend
 
@@ -209,6 +209,26 @@ def test_a_node_that_does_not_answer_a_control_message_is_named_with_the_rank(fo
     with raises(kind, "rollout.engine_counts") as caught:
         backend.control(1, "rollout", "engine_counts", {})
     assert tuple(caught.value.ranks) == ranks and "rank 1" in str(caught.value)
+
+
+def test_a_worker_that_is_about_to_take_the_place_of_another_is_killed_with_it(monkeypatch):
+    """Who waits for it in another thread has given it up."""
+    old, new, begun, killed = [process(rank) for rank in range(2)], process(1), threading.Event(), threading.Event()
+    new.pid, gone = 0, []
+    backend = pretended(processes=old)
+    backend._ray.kill = lambda actor: gone.append(actor) or (actor is new.actor and killed.set())
+    for name in ("_vacate", "_refill"):
+        monkeypatch.setattr(backend, name, lambda *_: None)
+    monkeypatch.setattr(backend, "_substitute", lambda *_: new)
+    monkeypatch.setattr(backend, "_begin", lambda _: begun.set() or killed.wait(5))
+    thread = threading.Thread(target=backend.replace, args=([1],))
+    thread.start()
+    assert begun.wait(60)
+    backend.kill(rank for rank in [1])
+    assert gone == [old[1].actor, old[1].actor, new.actor]  # first by who replaces it
+    thread.join()
+    assert backend._processes == [old[0], new] and not backend._starting
+    assert old[1].machine.agent.asked == [("kill", [101])] * 2
 
 
 def test_collectives_of_one_machine_stay_on_it():

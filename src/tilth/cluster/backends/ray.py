@@ -64,6 +64,8 @@ class RayBackend:
         self._processes: list[Process] = []
         """By rank."""
         self._spares: list[Process] = []
+        self._starting: dict[int, Process] = {}
+        """Rank -> process that is to take the place of its own."""
         self._homes = 0
         self._dead = set[str]()
         """Nodes that are gone, which Ray may not know yet."""
@@ -296,9 +298,11 @@ class RayBackend:
         return [machine for machine in self._machines if machine in used]
 
     def kill(self, ranks: Iterable[int]) -> None:
-        processes = [self._processes[rank] for rank in ranks]
+        with self._lock:  # another thread may be about to replace them
+            found = [(self._processes[rank], self._starting.get(rank)) for rank in ranks]
+        processes = [process for both in found for process in both if process is not None]
         there: dict[Machine, list[int]] = {}
-        for process in processes:
+        for process in (process for process in processes if process.pid):
             there.setdefault(process.machine, []).append(process.pid)
         asked = [one.agent.kill.remote(pids) for one, pids in there.items() if one in self._machines]
         if asked:
@@ -327,14 +331,21 @@ class RayBackend:
         try:
             for rank in ranks:
                 found[rank] = self._substitute(self._processes[rank], [*self._staying(ranks), *found.values()])
+                with self._lock:
+                    self._starting[rank] = found[rank]
             self._begin(found)
         except TilthError as error:
             self._end_actors([process.actor for process in found.values()])
             message = f"rank {ranks[0]}, start: {error}"
             raise WorkerLost(message, key=error.key if error.key == "guard.spares" else "cluster.start") from None
-        with self._lock:
-            for rank, process in found.items():
-                self._processes[rank] = process
+        else:
+            with self._lock:
+                for rank, process in found.items():
+                    self._processes[rank] = process
+        finally:
+            with self._lock:
+                for rank in ranks:
+                    self._starting.pop(rank, None)
         self._refill()
 
     def _give_up(self, machine: Machine) -> None:
