@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.models.tiny import FAMILIES, VOCAB, decoder, lively_, shape, tokens
 from tilth.core.random import stream
-from tilth.models.attention import DropoutContext, PackedContext
-from tilth.models.decoder import Decoder
+from tilth.models.attention import CacheSlots, DropoutContext, PackedContext
+from tilth.models.decoder import Attention, Decoder, Layer
 from tilth.models.rows import take_rows
 
 LENGTHS = [9, 20, 3]
@@ -236,3 +236,45 @@ def test_learns_to_copy() -> None:
         loss.backward()
         optimizer.step()
     assert loss < 0.3
+
+
+class ScaledLayer(Layer):
+    def enter(self, x, tables):
+        return super().enter(2 * x, tables)
+
+
+class ScaledAttention(Attention):
+    def forward(self, x, tables, scale=2):
+        return super().forward(scale * x, tables)
+
+
+class OwnLayer(Layer):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.self_attn = ScaledAttention(config)
+
+
+class PassingLayer(Layer):
+    def enter(self, x, tables, *into):
+        return super().enter(2 * x, tables, *into)
+
+
+class Slotted(PackedContext):
+    """As over pages: a kernel may write to the cache."""
+
+    def slots(self, layer: int) -> CacheSlots:
+        return CacheSlots(torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("layer", "writes"), [(ScaledLayer, False), (OwnLayer, False), (PassingLayer, True), (Layer, True)]
+)
+def test_a_layer_gets_places_in_the_cache_only_if_it_takes_them(layer, writes, monkeypatch) -> None:
+    monkeypatch.setattr("tilth.models.decoder.Layer", layer)
+    given, ids = [], tokens(LENGTHS)
+    model = decoder(shape("llama")).eval()
+    for one in model.model.layers:
+        one.self_attn.register_forward_pre_hook(lambda _, args: given.append(len(args)))
+    with torch.no_grad():
+        found = model(ids, Slotted(LENGTHS))
+        assert given == [2 + writes] * 3 and torch.equal(found, model(ids, PackedContext(LENGTHS)))

@@ -7,7 +7,8 @@ fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
+from inspect import signature
 from typing import Any, Self
 
 import torch
@@ -280,10 +281,16 @@ class Layer(nn.Module):
         own = tables_of(tables, self.window is not None)
         sinks = () if self.self_attn.sinks is None else (self.self_attn.sinks,)
         slots = getattr(ctx, "slots", None)  # a cache to which a kernel may write
-        into = () if slots is None else (slots(self.layer),)
+        into = (slots(self.layer),) if slots is not None and self.writes else ()
         mixed = ctx.attend(self.layer, *enter(self, x, own, *into), self.window, *sinks)
         routed = (ctx.experts,) if isinstance(self.mlp, MoE) else ()
         return leave(self, x, mixed, ctx.dropout if self.dropout and self.training else None, *routed)
+
+    @cached_property
+    def writes(self) -> bool:
+        """True if a kernel may write keys and values to the cache: ``enter``, and attention, take ``into`` behind the
+        tables. A layer of a plugin may have an ``enter`` of its own that does not."""
+        return all("into" in [*signature(f).parameters][3:4] for f in (type(self).enter, type(self.self_attn).forward))
 
     def enter(self, x: Tensor, tables: Tables, *into: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of attention: q, k, v [N, heads, head_dim]. into: see ``Attention``."""
