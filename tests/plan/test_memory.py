@@ -6,9 +6,10 @@ from tilth.config.load import load_recipe
 from tilth.config.schema import SupervisedConfig
 from tilth.models.family import new_config
 from tilth.plan.layout import per_rank
-from tilth.plan.memory import BASE, TOKEN, Memory, kv_tokens, micro_tokens
+from tilth.plan.memory import BASE, TOKEN, Memory, Need, kv_tokens, micro_tokens, together
 from tilth.plan.shape import matrices, parameters
 from tilth.plan.steps import plan_run, size, supervised_steps
+from tilth.plan.working import Item, total
 
 
 def predict(recipe, shape, longest, **more):
@@ -127,6 +128,19 @@ def test_on_a_gpu_copies_that_are_saved_and_libraries_are_in_host_memory():
     assert (copied + rounded).bit_count() == 1 and copied < copied + rounded < 2 * copied
     assert host == BASE + 14 * TOKEN + copied + rounded and copied == 4 * COUNT + item(memory, "optimizer state")
     assert memory.on_gpu() == memory.peak - host
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic", "taken"), [(9, 3, 20), (33, 31, 96), (7, 1.5, 10), (8, 0, 16), (8 - 2**-18, 0, 8), (0, 0, 0)]
+)
+def test_each_role_has_pinned_memory_of_its_own_rounded_up_with_a_page(policy, critic, taken):
+    recipe = load_recipe("addition-grpo", ["train.device=cuda:0"])
+    own = [Item("copy being saved", int(policy * 2**29), host=True), Item("state", 2**29)]
+    own.append(Item("copy of that being saved", int(policy * 2**29), host=True))
+    other = [Item("critic's copy being saved", int(critic * 2**30), host=True)]
+    memory = together(recipe, [Need(tuple(own)), Need(tuple(other)), Need(())], 14)
+    pinned = [i for i in memory.held if i.name.endswith(("being saved", "rounded up"))]
+    assert total(tuple(pinned)) == taken * 2**30 and all(i.host for i in pinned)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Peak memory of a run, or of one worker of it, predicted item by item from shapes and the recipe."""
 
 import math
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,8 +36,9 @@ CUDA = 500 * 2**20
 """Bytes of a process's CUDA context with loaded kernels (approximate; published measurements)."""
 CERTAIN = ("parameters", "optimizer state", "model", "weights")
 """Suffixes of names of items whose size does not depend on the data."""
-SAVED = "copy being saved"
-"""Suffix of names of copies of a worker's state, which share one buffer of the host."""
+SAVED = "being saved"
+"""Suffix of names of copies of a role's state, which share its one buffer of host memory
+(``checkpoint.snapshot.HostBuffer``)."""
 DRAFTER = "rollout.draft.path"
 """Key of the drafting model, whose shape is among those of loaded models, by the keys of their paths."""
 
@@ -91,12 +93,18 @@ def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE
     held = [Item("interpreter and libraries", base, host=True), Item("tokenizer", TOKEN * vocab, host=True)]
     held += [Item("CUDA context", CUDA)] if on_gpu(recipe) else []
     held += [item for need in needs for item in need.held]
-    saved = sum(item.bytes for item in held if item.name.endswith(SAVED))
-    if on_gpu(recipe) and saved:  # torch rounds a piece of pinned memory up to a power of two
-        held.append(Item("pinned memory, rounded up", (1 << (saved - 1).bit_length()) - saved, host=True))
+    if on_gpu(recipe) and (spare := sum(_rounded_up(need) for need in needs)):
+        held.append(Item("pinned memory, rounded up", spare, host=True))
     working = max((need.training for need in needs), key=total, default=())
     speaking = max((need.generation for need in needs), key=total, default=())
     return Memory(tuple(held), working, speaking, max((need.gradients for need in needs), default=0))
+
+
+def _rounded_up(need: Need) -> int:
+    """Return the bytes that a role's buffer of pinned memory has beside what is saved: it is aligned to a page, and
+    torch rounds it up to a power of two."""
+    saved = total(tuple(item for item in need.held if item.host and item.name.endswith(SAVED)))
+    return (1 << (saved + mmap.PAGESIZE - 1).bit_length()) - saved if saved else 0
 
 
 def alternating(needs: Sequence[Need]) -> Need:
