@@ -1,5 +1,6 @@
 """Decisions about failures: what is retried, who is replaced, and that it always ends."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,19 +24,43 @@ def test_a_dead_or_hanging_worker_is_replaced_and_nobody_else():
         assert (verdict.kind, action.step, action.ranks) == (name, "replace", (2,))
 
 
-def test_workers_that_crash_one_after_the_other_at_one_step_are_all_replaced_and_one_of_them_at_most_twice():
-    def decided(*each):
-        recovery = Recovery(8)
-        crashes = [failed(errors.WorkerLost, ranks=ranks, key="rollout.advance") for ranks in each]
-        return [recovery.decide(crash, 4, float(at)).step for at, crash in enumerate(crashes)]
+KILLED = f"was killed by SIGKILL {MEMORY_RAN_OUT}...)"
 
-    assert decided((1,), (2,), (3,), (4,)) == ["replace"] * 4
-    for same in ([(1,)] * 3, [(1, 2), (2, 3), (2,)], [(), (1,), (2,)][::-1]):  # one without ranks may be anybody's
-        assert decided(*same)[2] == "stop", same
+
+def crashed(*failures, message="it"):
+    """Steps of actions on losses: (seconds, ranks), or the end of a recovery: (seconds,) or (seconds, [rank])."""
+    recovery, steps = Recovery(8), []
+    for at, *ranks in failures:
+        if ranks and isinstance(ranks[0], tuple):
+            lost = failed(errors.WorkerLost, message, ranks=ranks[0], key="rollout.advance")
+            steps.append(recovery.decide(lost, 4, float(at)).step)
+        else:
+            recovery.end(float(at), *map(tuple, ranks))
+    return steps
+
+
+@pytest.mark.parametrize("message", ["it", KILLED], ids=["crash", "out-of-memory"])
+def test_workers_that_die_at_once_are_all_replaced_and_are_one_failure(message):
+    at_once = [(0, (1,)), (2, [1]), (1, (2,)), (4, [2]), (1, (3,)), (6, [3])]  # noticed before the first was replaced
+    assert crashed(*at_once, message=message) == ["replace"] * 3
+    assert crashed(*at_once, (8, (4,)), (9, [4]), (10, (4,)), message=message) == [*["replace"] * 4, "stop"]
+    assert crashed((0, (1,)), (1, (2,)), (2, (3,)), (3,), message=message) == ["replace"] * 3  # by one recovery
+
+
+@pytest.mark.parametrize("message", ["it", KILLED], ids=["crash", "out-of-memory"])
+def test_what_kills_whichever_worker_takes_it_ends_the_run_like_one_worker_that_dies_again(message):
+    for beside in (True, False):
+        ends = [[(2 * at + 1, [at])] if beside else [(2 * at + 1,)] for at in range(3)]
+        one_by_one = [one for at in range(3) for one in ((2 * at, (at,)), *ends[at])]
+        assert crashed(*one_by_one, message=message) == ["replace", "replace", "stop"]
+    for same in ([(1,)] * 3, [(1, 2), (2, 3), (2,)]):  # also while it is replaced
+        assert crashed(*enumerate(same), message=message)[2] == "stop", same
+    assert crashed((0, (2,)), (1,), (2, ()), (3,), (4, (1,)), message=message)[2] == "stop"
+    assert crashed((0, ()), (1, (1,)), (2, ()), message=message)[2] == "stop"  # without ranks it may be anybody's
 
 
 def test_memory_that_the_kernel_took_is_told_from_a_crash():
-    assert failed(errors.WorkerLost, f"was killed by SIGKILL {MEMORY_RAN_OUT}...)", ranks=(1,)).kind == "out-of-memory"
+    assert failed(errors.WorkerLost, KILLED, ranks=(1,)).kind == "out-of-memory"
     assert failed(errors.WorkerLost, "(not since memory ran out: ...)", ranks=(1,)).kind == "crash"
 
 

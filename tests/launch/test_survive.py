@@ -443,6 +443,54 @@ def test_a_worker_that_is_replaced_beside_others_may_be_lost_again_as_often_as_a
     assert renewed == [1, 1]
 
 
+@pytest.mark.parametrize("how", ["replace", "recover"])
+def test_what_kills_one_replica_after_the_other_at_one_step_ends_the_run(monkeypatch, how):
+    cluster = Beside()
+    cluster.dispatch.apart = {1, 2, 3}
+    survival = cluster.survival(monkeypatch)
+    for rank in (1, 2):
+        getattr(survival, how)(lost(rank), 4)
+    with raises(WorkerLost, "rollout.advance"):
+        getattr(survival, how)(lost(3), 4)
+    assert cluster.renewed + [rank for ranks in cluster.repaired for rank in ranks] == [1, 2]
+
+
+class Queue:
+    """A lock that counts who waits for it, or has it."""
+
+    def __init__(self):
+        self.lock, self.came = threading.Lock(), threading.Semaphore(0)
+
+    def __enter__(self):
+        self.came.release()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_replicas_that_die_while_the_first_one_is_replaced_are_replaced_too(monkeypatch):
+    cluster, others = Beside(), []
+    cluster.dispatch.apart = {1, 2, 3}
+    survival = cluster.survival(monkeypatch)
+    survival._one = Queue()
+
+    def renew(rank):
+        cluster.renewed.append(rank)
+        for other in (2, 3) if rank == 1 else ():
+            others.append(threading.Thread(target=survival.replace, args=(lost(other), 4)))
+            survival._one.came.acquire()
+            others[-1].start()
+        if rank == 1:
+            survival._one.came.acquire()
+
+    cluster.renew = renew
+    survival.replace(lost(1), 4)
+    for other in others:
+        other.join()
+    assert sorted(cluster.renewed) == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "new, culprits, expected",
     [

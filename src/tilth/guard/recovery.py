@@ -3,9 +3,11 @@
 ``Recovery`` is a pure state machine over verdicts; ``launch.survive`` carries out what it decides. It changes as little
 as it can (ByteRobust, arXiv 2509.16293, section 5): a failure that names no worker is tried again with the same ones, a
 worker that is dead or hangs is replaced, and what happens again at the same step ends the run, since neither would
-help. A user's error never replaces a worker.
+help, whichever workers it takes: a sample may end one after the other. Workers that end at once, before the first of
+them is replaced, are one failure. A user's error never replaces a worker.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,8 @@ TWICE, THRICE = RestartPolicy(attempts=2), RestartPolicy(attempts=3)
 REPEATED: Sequence[Kind] = ("crash", "hang", "out-of-memory", "corruption", "files")
 RESTARTS: Mapping[Kind, RestartPolicy] = dict.fromkeys(REPEATED, THRICE)
 """Restarts of one step after failures of one cause, by their kind. Others: ``TWICE``."""
+AT_ONCE: Sequence[Kind] = ("crash", "out-of-memory")
+"""Kinds of which several workers may fail at once, each with an error of its own."""
 ROOM = RestartPolicy(attempts=4, backoff=0.5, latest=LATEST)
 """Restarts of a step without room; at the last attempt the workers that fail are replaced, and no run ends before
 ``PATIENCE`` seconds have passed."""
@@ -106,14 +110,15 @@ class Nodes:
 NOWHERE = Nodes()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Past:
-    """A failure."""
+    """A failure. ended: when the run was whole again, its workers replaced."""
 
     at: float
     step: int
     verdict: Verdict
     node: str
+    ended: float = math.inf
 
 
 @dataclass
@@ -128,7 +133,8 @@ class Recovery:
     _past: list[_Past] = field(default_factory=list)
 
     def decide(self, verdict: Verdict | None, step: int, now: float, nodes: Nodes = NOWHERE) -> Action:
-        """Return what to do about a failure of this step, and remember it. now: seconds of a clock that only grows."""
+        """Return what to do about a failure of this step, and remember it. now: when it was noticed, in seconds of a
+        clock that only grows; whoever carries the action out calls ``end``."""
         if verdict is None:
             return Action("stop", why="it would be the same again")
         if not self.restarts:
@@ -143,8 +149,8 @@ class Recovery:
         corrupt = verdict.kind == "corruption" and any(past.verdict.kind == "corruption" for past in self._past)
         here = _Past(now, step, verdict, nodes.blamed(verdict))
         self._past.append(here)
-        if not gated and not RESTARTS.get(verdict.kind, TWICE).again(len(alike) + 1):
-            return Action("stop", why=f"it has happened {len(alike) + 1} times at this step")
+        if not gated and not RESTARTS.get(verdict.kind, TWICE).again(times := _times([*alike, here])):
+            return Action("stop", why=f"it has happened {times} times at this step")
         if len(recent) >= self.restarts:
             return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
         if here.node in nodes.movable and _suspect([*recent, here]) == here.node:
@@ -154,6 +160,13 @@ class Recovery:
         if corrupt and verdict.ranks:  # the first time may be chance
             return Action("replace", verdict.ranks)
         return Action("rollback" if gated else "retry")
+
+    def end(self, now: float, ranks: tuple[int, ...] | None = None) -> None:
+        """Note when a recovery ended. ranks: the workers that were replaced, while others went on; None: the run has
+        recovered from all that had failed."""
+        for past in self._past:
+            if past.ended == math.inf and ranks in (None, past.verdict.ranks):
+                past.ended = now
 
     def _await_room(self, here: _Past) -> Action:
         """Run a step again until its disk, or its shared memory, takes what it writes, for ``PATIENCE`` seconds. What
@@ -194,8 +207,18 @@ def _suspect(failures: Sequence[_Past]) -> str:
 
 
 def _same_cause(one: Verdict, other: Verdict) -> bool:
-    """Return True if two failures look like one: of a kind, and at the same place where they have one. Crashes of other
-    workers, as of several replicas that die at once, are none of a worker that dies again."""
-    if one.kind == "crash" and one.ranks and other.ranks and set(one.ranks).isdisjoint(other.ranks):
-        return False
+    """Return True if two failures look like one: of a kind, and at the same place where they have one."""
     return one.kind == other.kind and one.details.get("key") == other.details.get("key")
+
+
+def _times(alike: Sequence[_Past]) -> int:
+    """Return how often failures that look like one have happened: once for workers that ended at once, each by itself,
+    before the first of them was replaced."""
+    times, ranks, until = 0, set[int](), -math.inf
+    for past in sorted(alike, key=lambda past: past.at):
+        own = past.verdict.ranks
+        if past.verdict.kind not in AT_ONCE or past.at >= until or not ranks.isdisjoint(own) or not own:
+            times, ranks, until = times + 1, set(), math.inf
+        ranks.update(own)
+        until = min(until, past.ended) if own else -math.inf  # without ranks it may be anybody's
+    return times

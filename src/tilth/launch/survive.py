@@ -117,9 +117,10 @@ class Survival(Callback):
     def replace(self, error: WorkerLost, step: int) -> None:
         """Replace the worker that was lost after this step, with its roles, while others work, again if the new one
         is lost at once. Raises a loss from which the run has to recover, and what else a new worker raises."""
+        noticed = time.monotonic()  # others that were lost with it may be replaced first
         with self._one:
-            while (another := self._renew(error, step)) is not None:
-                error = another
+            while (another := self._renew(error, step, noticed)) is not None:
+                error, noticed = another, time.monotonic()
 
     def give_up(self, ranks: Collection[int]) -> None:
         """Kill these workers, which take too long to be replaced beside others; the recovery replaces them. No other
@@ -129,7 +130,7 @@ class Survival(Callback):
         self._lost.update(ranks)
         self.cluster.repairable.kill(ranks)
 
-    def _renew(self, error: WorkerLost, step: int) -> WorkerLost | None:
+    def _renew(self, error: WorkerLost, step: int, noticed: float) -> WorkerLost | None:
         """Replace a worker; return the loss of the new one, if it is lost at once. After anything else that a new
         worker raises it is half made, and the recovery replaces it. Raises the loss once no such worker is watched."""
         if not set(error.ranks).issubset(self.cluster.dispatch.apart):  # the run recovers, or this was given up
@@ -137,7 +138,7 @@ class Survival(Callback):
         began, verdict = time.monotonic(), verdict_of(error)
         assert verdict is not None
         verdict = with_cause(verdict)
-        action = self._decide(error, verdict, step, began)
+        action = self._decide(error, verdict, step, noticed)
         if action.step != "replace" or action.ranks != error.ranks or len(action.ranks) != 1 or action.evict:
             self._decided = error, action
             raise error
@@ -155,6 +156,7 @@ class Survival(Callback):
         made = [group.role for group in self.cluster.groups if rank in group.mesh.ranks and found is None]
         self.directory.note_replaced({**_record(verdict, action, step, [rank], made, began), "beside": took})
         if found is None:
+            self.recovery.end(time.monotonic(), action.ranks)
             self._beside.append(f"worker {rank} is new, {took:.1f} s later; the others went on")
         return found
 
@@ -217,6 +219,7 @@ class Survival(Callback):
         except TilthError:
             self.directory.break_off(_record(verdict, action, step, replaced, made, began))
             raise
+        self.recovery.end(time.monotonic())
         record = _record(verdict, action, step, replaced, made, began)
         self._begin_attempt(record)
         new = _named(sorted(self._new), verdict.ranks)
