@@ -111,20 +111,30 @@ def test_the_search_measures_with_a_tokenizer_as_the_run_will_train(tmp_path):
         assert 1 < merged.max() < 500
 
 
-@pytest.mark.parametrize("flow", ["sft", "dpo"])
+@pytest.mark.parametrize("flow", ["sft", "dpo", "grpo"])
 def test_the_search_divides_nothing_where_a_sequence_outside_of_its_sample_is_too_long(tmp_path, monkeypatch, flow):
     """Two ranks hold 1,024 tokens: of characters of four bytes 600 make the longest text, and 1,500 others the most
     tokens."""
     monkeypatch.setattr(planning, "SAMPLED", 4)
-    sides = {"sft": ["answer"], "dpo": ["rejected", "chosen"]}[flow]
+    sides, count = {"dpo": (["rejected", "chosen"], 10), "grpo": (["answer"], 5 * 2 + 1)}.get(flow, (["answer"], 5))
     long = {6: "\U00010348" * 600, 13: "b" * 1500}
     records = [{"prompt": f"{i:02}", **dict.fromkeys(sides, "c"), sides[0]: long.get(i, "b")} for i in range(32)]
     how = {"flow": flow, "model": {**SMALL["model"], "context": 1600}, "supervised": {"steps": 2, "batch": 1}}
+    how |= {"reward": REWARD, "rollout": {"prompts": 2, "group": 2, "max_tokens": 4}} if flow == "grpo" else {}
     lengths, layouts = lengths_of(tmp_path, records, **how)
     assert lengths.max() == lengths[-1] == 1503 and layouts and not any(layout.hdp > 1 for layout in layouts)
     records[13][sides[0]] = "b"
     lengths, layouts = lengths_of(tmp_path, records, **how)
-    assert lengths.max() == 603 and len(lengths) == 5 * len(sides) and any(layout.hdp == 2 for layout in layouts)
+    assert lengths.max() == 603 and len(lengths) == count and any(layout.hdp == 2 for layout in layouts)
+
+
+def test_the_search_leaves_out_held_out_answers_that_no_warm_up_learns_from(tmp_path):
+    records = [{"prompt": f"{i:02}", "answer": "b"} for i in range(8)]
+    held = [{"prompt": "p"}, {"prompt": "q", "answer": "b" * 700}]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(record) + "\n" for record in held))
+    how = {"reward": REWARD, "rollout": {"prompts": 2, "group": 2, "max_tokens": 4}}
+    lengths, _ = lengths_of(tmp_path, records, flow="grpo", data={"heldout": str(tmp_path / "held.jsonl")}, **how)
+    assert lengths.max() < 100
 
 
 def test_the_longest_text_is_among_those_that_the_search_measures(tmp_path, monkeypatch):

@@ -141,8 +141,9 @@ def sequence_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray
         sampled = np.repeat(np.minimum(asked + recipe.rollout.max_tokens, context), recipe.rollout.group)
         warm = bool(recipe.supervised.steps or recipe.supervised.epochs)
         answers = [p for p in some if warm and p.answer is not None]
-        # an answer that all ranks are too few for is refused by the run
         most = max((len(e.tokens) for e in template.examples(answers)), default=0)
+        if most > recipe.train.micro_tokens:  # all ranks may be too few for one, and the run refuses that
+            most = check_examples(prompts.split(recipe.data.holdout)[0], template, context)
         return np.append(sampled, most) if most > max(recipe.train.micro_tokens, sampled.max()) else sampled
     most = max(lengths, default=0)
     if len(some) < len(prompts) and most > recipe.train.micro_tokens:
