@@ -277,6 +277,21 @@ def test_a_task_is_read_as_by_harbor(tmp_path, config):
     assert_alike(harbor, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("marks", "prompt"),
+    [
+        (CANARY, "# Reverse\n\n# canary birds sing"),
+        ("\n", "# canary of a list"),
+        ("", "<!-- harbor-canary GUID 1 --> Fix the server in /app."),
+        ("", "<!-- canary\n of two lines -->\nFix it."),
+    ],
+)
+def test_lines_that_mark_a_benchmark_are_left_out_and_no_instruction_is(tmp_path, marks, prompt):
+    (make(tmp_path) / "instruction.md").write_text(f"{marks}{prompt}\n")
+    (record,) = adapted("harbor", str(tmp_path)).records(0)
+    assert record["prompt"] == prompt
+
+
 def test_unmodified_tasks_of_harbor_s_package_are_read_as_by_harbor():
     harbor = read_by_harbor()
     tasks = assert_alike(harbor, Path(inspect.getfile(harbor)).parents[2])

@@ -12,6 +12,7 @@ import tarfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -77,8 +78,8 @@ UNKNOWN = {
     "verifier": ("env", "environment", "collect"),
 }
 """Section -> keys that change what a task is, and are not followed."""
-CANARY = r"(?i)\A(?:[ \t]*(?:#|<!--).*canary.*\n|[ \t]*\n)*"
-"""First lines of an instruction that mark it as a part of a benchmark; Harbor shows them to no agent."""
+CANARY = r"(?i)<!--.*canary.*-->|#.*canary.*"
+"""Whole first lines of an instruction that mark it as a part of a benchmark; Harbor shows them to no agent."""
 _sandbox = cache(Sandbox)
 
 
@@ -247,8 +248,9 @@ class HarborEnvironment(Environment, declares=False):
     def records(cls, count: int) -> Iterator[dict[str, Any]]:
         """Yield a record for each task."""
         for task in cls._tasks()[: count or None]:
-            asked = re.sub(CANARY, "", (task / "instruction.md").read_text())
-            yield {"prompt": asked.strip(), "task": str(task)}
+            lines = (task / "instruction.md").read_text().split("\n")
+            asked = dropwhile(lambda line: re.fullmatch(CANARY, line.strip()), lines)
+            yield {"prompt": "\n".join(asked).strip(), "task": str(task)}
 
     @classmethod
     @cache
