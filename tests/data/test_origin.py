@@ -45,6 +45,18 @@ def half(record, random):
 def number(record, random):
     return {"prompt": str(random.random())}
 
+@tilth.transform("none")
+def none(record, numbers=None):
+    return number(record, numbers)
+
+@tilth.transform("named")
+def named(record, rng=0):
+    return number(record, rng)
+
+@tilth.transform("rest")
+def rest(record, *more):
+    return number(record, *more)
+
 @tilth.transform("with_default")
 def with_default(record, sign="+", *, times=2):
     return {"prompt": record["prompt"] + times * sign}
@@ -125,6 +137,12 @@ def test_a_filter_decides_and_changes_nothing(plugin, letters):
     assert texts(mixed(plugin, {**part, "filter": "greedy"})) == texts(mixed(plugin, part))
     halves = texts(mixed(plugin, {"name": "x", "source": letters, "filter": "half", "transform": "number"}))
     assert len(halves) < 5 and any(float(text) >= 0.5 for text in halves)  # what the filter saw of them was less
+
+
+@pytest.mark.parametrize("name", ["none", "named", "rest"])
+def test_a_second_place_for_random_numbers_gets_them(plugin, letters, name):
+    given, wanted = ({"name": "x", "source": letters, "transform": one} for one in (name, "number"))
+    assert texts(mixed(plugin, given)) == texts(mixed(plugin, wanted))
 
 
 def test_a_default_of_a_function_is_no_place_of_random_numbers(plugin, letters):

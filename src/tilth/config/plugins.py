@@ -231,7 +231,9 @@ def transform(name: str) -> Callable[[T], T]:
     """Declare a function of a record, chosen by ``transform`` or ``filter`` of a source of ``data.mixture``.
 
     ``(record)`` or ``(record, random)`` -> record, or a bool as a filter; ``random``: ``numpy.random.Generator``, a
-    pure function of seed, source and place of the record. Raises PluginError if the name is taken.
+    pure function of seed, source and place of the record. It is given as the second place if that has no default or
+    None, is named random, rng or generator, or is ``*args``; any other keeps its default. Raises PluginError if the
+    name is taken.
     """
     return declare("transform", name)
 

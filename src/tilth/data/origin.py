@@ -34,8 +34,10 @@ ARGUMENTS = {"source": "data", "heldout": "heldout"}
 """Names of these arguments of ``tilth.train``."""
 Make = Callable[[Any, str, int], Prompt | None]
 """(record, its place, number of the prompt) -> prompt, pair or document."""
-_FORMAT = "tilth records 5"
-_PLACES = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+_FORMAT = "tilth records 6"
+_PLACES = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+_RANDOM = "random", "rng", "generator"
+"""Names of a function's second place that get random numbers whatever their default is."""
 _TOGETHER = 1 << 16
 """Characters of prompts that are indexed together."""
 
@@ -151,8 +153,8 @@ class RecordOrigin:
 
     @cached_property
     def _takes_random(self) -> dict[str, bool]:
-        """True for each of its functions that takes random numbers beside a record: that has a second place which needs
-        a value, or is called random."""
+        """True for each of its functions that takes random numbers beside a record: whose second place has no default
+        or None, is one of ``_RANDOM``, or is ``*args``."""
         functions = {
             name: declared("transform")[name].value for name in (self.part.filter, self.part.transform) if name
         }
@@ -160,7 +162,9 @@ class RecordOrigin:
         for name, own in functions.items():
             places = [p for p in inspect.signature(own).parameters.values() if p.kind in _PLACES]
             second = places[1] if len(places) > 1 else None
-            found[name] = second is not None and (second.default is second.empty or second.name == "random")
+            found[name] = second is not None and (
+                second.default is second.empty or second.default is None or second.name in _RANDOM
+            )
         return found
 
     def _call(self, use: Literal["filter", "transform"], record: Any, where: str, sample: int) -> Any:
