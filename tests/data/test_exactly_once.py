@@ -79,6 +79,7 @@ class ByIndex:
 def by_hand(records, part, seed):
     """Text and info of each prompt, one record at a time."""
     found = []
+    apart = " filter" if part.transform in ("noisy", "in_place") else ""  # which take random numbers too
     for sample, record in enumerate(records):
 
         def call(name, given, use="", sample=sample):
@@ -92,7 +93,7 @@ def by_hand(records, part, seed):
             continue
         record = json.loads(json.dumps(record))
         try:
-            if part.filter and not call(part.filter, json.loads(json.dumps(record)), " filter"):
+            if part.filter and not call(part.filter, json.loads(json.dumps(record)), apart):
                 continue
             record = call(part.transform, record) if part.transform else record
         except ValueError:

@@ -12,7 +12,7 @@ from tilth.config.load import from_dict
 from tilth.config.plugins import forget, load_plugins
 from tilth.core.errors import DataError, PluginError, RecipeError
 from tilth.core.media import MediaItem
-from tilth.data import index
+from tilth.data import index, origin
 from tilth.data.computed import has_media
 from tilth.data.origin import Home
 from tilth.data.prompts import PromptSet, load_source
@@ -137,6 +137,24 @@ def test_a_filter_decides_and_changes_nothing(plugin, letters):
     assert texts(mixed(plugin, {**part, "filter": "greedy"})) == texts(mixed(plugin, part))
     halves = texts(mixed(plugin, {"name": "x", "source": letters, "filter": "half", "transform": "number"}))
     assert len(halves) < 5 and any(float(text) >= 0.5 for text in halves)  # what the filter saw of them was less
+
+
+def test_a_filter_alone_keeps_the_numbers_of_seed_source_and_sample(plugin, letters):
+    part = {"name": "x", "source": letters}
+    numbers = [float(text) for text in texts(mixed(plugin, {**part, "transform": "number"}))]
+    wanted = [text for text, at in zip(texts(mixed(plugin, part)), numbers, strict=True) if at < 0.5]
+    assert texts(mixed(plugin, {**part, "filter": "half"})) == wanted
+    shouted = texts(mixed(plugin, {**part, "filter": "half", "transform": "shout"}))
+    assert shouted == [text.upper() for text in wanted]
+
+
+def test_a_list_of_numbers_is_copied_in_one_pass(monkeypatch):
+    calls, owned = [], origin._owned
+    monkeypatch.setattr(origin, "_owned", lambda value: calls.append(value) or owned(value))
+    given = {"ids": list(range(4000)), "turns": [{"said": [1]}]}
+    found = origin._owned(given)
+    assert found == given and len(calls) < 10
+    assert found["ids"] is not given["ids"] and found["turns"][0]["said"] is not given["turns"][0]["said"]
 
 
 @pytest.mark.parametrize("name", ["none", "named", "rest"])

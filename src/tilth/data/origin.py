@@ -169,12 +169,13 @@ class RecordOrigin:
 
     def _call(self, use: Literal["filter", "transform"], record: Any, where: str, sample: int) -> Any:
         """Call a plugin's transform, whose random numbers depend on seed, source and sample alone; those of a filter
-        are others than those of the transform behind it, which would else see what the filter chose by."""
+        are others than those that a transform behind it takes, which would else see what the filter chose by."""
         name: str = getattr(self.part, use)
         declaration = declared("transform")[name]
         given = [_owned(record) if use == "filter" or self.brought or self.is_task else record]
         if self._takes_random[name]:
-            words = f"{self.home.seed} {self.part.name} {sample}{' filter' * (use == 'filter')}".encode()
+            apart = " filter" if use == "filter" and self._takes_random.get(self.part.transform) else ""
+            words = f"{self.home.seed} {self.part.name} {sample}{apart}".encode()
             key = int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "little")
             given.append(np.random.Generator(np.random.Philox(key=key)))
         try:
@@ -223,7 +224,10 @@ def _owned(value: Any) -> Any:
     run: a function that changes what it is given would change that too."""
     if isinstance(value, dict):
         return {key: _owned(inner) for key, inner in value.items()}
-    return list(map(_owned, value)) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    nested = any(issubclass(kind, (dict, list)) for kind in set(map(type, value)))
+    return list(map(_owned, value)) if nested else list(value)  # of numbers: four times as fast
 
 
 def _files(path: Path) -> list[Path]:
