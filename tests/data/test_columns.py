@@ -1,8 +1,12 @@
 """Columns, paths and patterns; conversations; each mistake with its place and what would be right."""
 
 import json
+from collections import deque
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -336,6 +340,44 @@ def test_everything_becomes_json(value):
 def test_a_flat_record_is_not_copied():
     record = {"a": 1, "b": "x", "c": None}
     assert plain(record) is record
+
+
+@dataclass
+class Holder:
+    held: object
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ((i for i in ()), "generator"),
+        (lambda: 1, "function"),
+        (object().__init__, "method-wrapper"),
+        (deque([object()]), "deque"),
+        (Holder(object()), "Holder"),
+        (compile("1", "<string>", "eval"), "code"),
+        (torch.eye(2).to_sparse(), "Tensor"),
+    ],
+)
+def test_what_has_no_text_of_its_own_is_refused_with_its_place(value, kind):
+    with raises(DataError, f"d.jsonl:8.type.{kind}") as caught:
+        plain({"a": [value]}, "data/d.jsonl:8")
+    assert str(caught.value).startswith("data/d.jsonl:8: ")
+
+
+def test_a_text_may_speak_of_an_address():
+    text = type("Text", (str,), {})("<it at 0x7f>")
+    assert plain([text, Holder("x"), deque([1])]) == ["<it at 0x7f>", "Holder(held='x')", "deque([1])"]
+
+
+def test_times_of_numpy_are_texts_and_long_numbers_are_numbers():
+    at = "2020-01-01T00:00:00.000000001"
+    days = np.array([["2020-01-01"], ["2020-01-02"]], "M8[ns]")
+    assert plain([np.datetime64(at), np.array(at, "M8[ns]")]) == [at, at]
+    assert plain(days) == [["2020-01-01T00:00:00.000000000"], ["2020-01-02T00:00:00.000000000"]]
+    assert plain(np.timedelta64(3, "ns")) == "3 nanoseconds"
+    assert plain([np.longdouble(1.5), np.array([0.5], "longdouble")]) == [1.5, [0.5]]
+    assert plain(np.clongdouble(1 + 2j)) == "(1+2j)"
 
 
 # -- media -------------------------------------------------------------------------------------------------------------

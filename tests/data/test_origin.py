@@ -171,7 +171,7 @@ def test_what_a_transform_returns_is_plain_and_whole(plugin, letters):
     info = load_source(mixed(plugin, {"name": "x", "source": letters, "transform": "kinds"}))[0].info
     assert info == {"array": list(range(2000)), "number": 0.5, "set": ["a", "b"], "of": {"in": [1, "eA=="]}}
     assert type(info["number"]) is float
-    for name, key in (("address", "type.object"), ("names", "letters.jsonl:1.names")):
+    for name, key in (("address", "letters.jsonl:1.type.object"), ("names", "letters.jsonl:1.names")):
         with raises(DataError, key):
             load_source(mixed(plugin, {"name": "x", "source": letters, "transform": name})).fingerprint()
 

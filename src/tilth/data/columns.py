@@ -44,6 +44,10 @@ _ROLES = (*_SPEAKERS, "tool")
 CALL_ID = "tilth0000"
 """Id of a call that has none; some templates need nine characters."""
 _PATTERN = re.compile(r"\{([^{}]+)\}")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+[>,;]")
+"""Address in the text of an object, which is another one in each process."""
+_TIMES = ("M", "m")
+"""Kinds of numpy's dates and times."""
 
 
 def record_key(where: str, field: str = "") -> str:
@@ -363,37 +367,61 @@ def _prompt_in_pattern(pattern: str, record: Mapping[str, Any], where: str, colu
     return str(value_of(record, "text", pattern[found[0].start() : found[end - 1].end()], where))
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, where: str = "") -> Any:
     """Convert to JSON types: sequences, arrays and sets (sorted) become lists, bytes base64, any other object its
     ``str``.
 
     Return the same object if it is plain already, or is a mapping whose values are texts and numbers only. Raises
-    DataError for a value that is nested too deep, and for an object whose ``str`` is its address.
+    DataError, with the record's place ``where``, for a value that is nested too deep, for an object in whose ``str`` is
+    an address, and for an array that cannot be a list.
     """
     try:
-        return _plain(value)
+        return _plain(value, where)
     except RecursionError:
-        raise DataError("a value is nested hundreds of levels deep; make it a text", key="depth") from None
+        message = "a value is nested hundreds of levels deep; make it a text"
+        raise RecordError.at(message, where, key="depth") from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, where: str) -> Any:
     kind = type(value)
     if kind in _PLAIN or (kind is dict and _PLAIN.issuperset(map(type, value.values()))):
         return value
     if isinstance(value, Mapping):
         if all(type(v) in _PLAIN for v in value.values()):
             return value
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain(v, where) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_plain(v, where) for v in value]
     if isinstance(value, (set, frozenset)):  # whose order is another one in each process
-        return sorted(map(_plain, value), key=str)
+        return sorted((_plain(v, where) for v in value), key=str)
     if hasattr(value, "tolist"):  # arrays, whose text leaves out what is in the middle, and their numbers
-        return _plain(value.tolist())
-    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
-        message = f"a {kind.__name__} is no text, number, list or object of these, nor has it a text; convert it"
-        raise DataError(message, key=f"type.{kind.__name__}")
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+        return _listed(value, where)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    text = str(value)
+    if not isinstance(value, str) and _ADDRESS.search(text):
+        message = (
+            f"a {kind.__name__} is no text, number, list or object of these, and its text has an address; convert it"
+        )
+        raise RecordError.at(message, where, key=f"type.{kind.__name__}")
+    return text
+
+
+def _listed(value: Any, where: str) -> Any:
+    """Convert an array or a number of numpy, or a tensor. Dates and times become texts: of nanoseconds ``tolist`` makes
+    integers, and of numbers of more than 64 bits nothing else."""
+    of = getattr(getattr(value, "dtype", None), "kind", "")
+    if of in _TIMES:
+        return [_listed(v, where) for v in value] if value.ndim else str(value)
+    try:
+        found = value.tolist()
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        message = f"a {type(value).__name__} cannot be a list: {why}; convert it, as a sparse tensor by to_dense()"
+        raise RecordError.at(message, where, key=f"type.{type(value).__name__}") from None
+    if of and type(found) is type(value):
+        found = complex(value) if of == "c" else float(value)
+    return _plain(found, where)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -443,7 +471,7 @@ def _in_pattern(value: Any, where: str, name: str) -> str:
         raise RecordError.at(f"{name} is null, but a pattern needs it", where, key=f"{name}.null")
     if isinstance(value, (str, bytes)):
         return text_of(value, where, name)
-    return json.dumps(plain(value), ensure_ascii=False)
+    return json.dumps(plain(value, where), ensure_ascii=False)
 
 
 def text_of(value: Any, where: str, name: str) -> str:

@@ -139,7 +139,7 @@ def to_pair(record: Any, where: str, columns: Columns) -> tuple[Prompt, Pair]:
         raise RecordError.at(message, where, key="rejected.same")
     if prompt.answer is None:
         prompt.info["answer"] = chosen
-    prompt = replace(prompt, answer=chosen, info=dict(plain(prompt.info)))
+    prompt = replace(prompt, answer=chosen, info=dict(plain(prompt.info, where)))
     return prompt, Pair(chosen, rejected, _margin(record, where, columns), where)
 
 

@@ -58,7 +58,7 @@ def _prompt(record: Any, where: str, number: int, columns: Columns, *, files: bo
     if isinstance(record, str):
         return Prompt(number, record, where=where)
     prompt = to_prompt(record, number, where, columns)
-    info = plain(prompt.info) if files else prompt.info
+    info = plain(prompt.info, where) if files else prompt.info
     return prompt if info is prompt.info else replace(prompt, info=info)
 
 
