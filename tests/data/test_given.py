@@ -221,6 +221,8 @@ def test_pairs_come_from_tables_too():
 
 # ---- what is refused ----
 
+TWICE = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+
 
 @pytest.mark.parametrize(
     "wrong, kind, hint",
@@ -232,6 +234,7 @@ def test_pairs_come_from_tables_too():
         (Tables(train=Rows(), test=Rows()), "splits", "data['train'], data['test'] as heldout"),
         (Tables(all=Rows()), "splits", "data['all']"), (np.float64(3), "numpy.float64", ""), (object(), "object", ""),
         (Frame({"prompt": ["a"], 1: [2], "1": [3]}), "columns", "'1'"),
+        (TWICE, "columns", "'prompt'"), (ds.dataset(TWICE), "columns", "'prompt'"),
     ],
 )  # fmt: skip
 def test_what_holds_no_records_is_refused_by_its_type(wrong, kind, hint):

@@ -75,8 +75,11 @@ def _rows(data: Any, name: str) -> Iterable[Any]:
     if all(hasattr(data, attribute) for attribute in ("iloc", "columns", "to_dict")):
         return _frame(data, name)
     if hasattr(data, "__arrow_c_stream__") and (hasattr(data, "columns") or hasattr(data, "schema")):
-        return (_cells(row, name) for row in rows_of(pa.RecordBatchReader.from_stream(data)))
+        reader = pa.RecordBatchReader.from_stream(data)
+        _check_names(reader.schema.names, name)
+        return (_cells(row, name) for row in rows_of(reader))
     if hasattr(data, "to_batches") and hasattr(data, "schema"):  # of Lance, pyarrow.dataset
+        _check_names(data.schema.names, name)
         return (_cells(row, name) for row in rows_of(data.to_batches()))
     if hasattr(data, "column_names"):  # of datasets: its rows are dictionaries, of tensors if it is set so
         return (_cells(row, name) for row in data)
@@ -91,13 +94,17 @@ def _rows(data: Any, name: str) -> Iterable[Any]:
 
 def _frame(frame: Any, name: str) -> Iterator[Record]:
     """Yield the rows of a pandas.DataFrame, without its index."""
-    columns = [str(column) for column in frame.columns]
+    _check_names([str(column) for column in frame.columns], name)
+    for start in range(0, len(frame), ROWS):
+        yield from (_cells(row, name) for row in frame.iloc[start : start + ROWS].to_dict("records"))
+
+
+def _check_names(columns: Iterable[str], name: str) -> None:
+    """Raise DataError for a column that is there twice: a record has one of each name."""
     twice = [column for column, count in Counter(columns).items() if count > 1]
     if twice:
         message = f"{name} has {len(twice)} columns whose name is there twice, such as {twice[0]!r}; rename them"
         raise DataError(message, key=f"{name}.columns")
-    for start in range(0, len(frame), ROWS):
-        yield from (_cells(row, name) for row in frame.iloc[start : start + ROWS].to_dict("records"))
 
 
 def _numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, Any]]:
