@@ -339,13 +339,28 @@ def test_folder_of_several_formats(tmp_path):
     assert "(.jsonl, .parquet)" in fails(tmp_path, f"{tmp_path.name}.formats")
 
 
-@pytest.mark.parametrize("name", ["b.jsonl.lz4", "b.jsonl.ZIP", "b.parquet.gz"])
+UNREAD = ["lz4", "ZIP", "zstd", "lzma", "Z", "gzip", "tgz"]
+
+
+@pytest.mark.parametrize("name", ["b.parquet.gz", *(f"b.jsonl.{suffix}" for suffix in UNREAD)])
 def test_no_part_of_a_folder_is_left_out_for_its_compression(tmp_path, name):
     write_lines(tmp_path / "a.jsonl", RECORDS)
     (tmp_path / "a.jsonl.md5").write_text("about")
     assert read(tmp_path) == RECORDS
     (tmp_path / name).write_bytes(b"part")
     fails(tmp_path, f"{name}.format")
+
+
+def test_a_file_that_is_there_compressed_too_and_text_beside_data_are_read_without_it(tmp_path):
+    for name in ("a.jsonl", "b.JSONL"):
+        write_lines(tmp_path / name, RECORDS)
+    for name in ("a.jsonl.zip", "b.JSONL.7z", "README.md.zip", "notes.txt.zip"):
+        (tmp_path / name).write_bytes(b"part")
+    assert read(tmp_path) == RECORDS + RECORDS
+    for name in ("a.jsonl", "b.JSONL"):
+        (tmp_path / name).unlink()
+        (tmp_path / f"{name[0]}.txt").write_text("one")
+    fails(tmp_path, "README.md.zip.format")
 
 
 def test_folder_of_nothing(tmp_path):

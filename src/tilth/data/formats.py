@@ -146,16 +146,24 @@ def _format(path: Path) -> str | None:
 
 
 def _folder(path: Path) -> list[Path]:
-    """Files of a folder that share one format; text beside data (README.md) is left out."""
+    """Files of a folder that share one format; text beside data (README.md) is left out, and a compressed file that
+    cannot be read beside what it holds."""
     files = sorted(p for p in path.iterdir() if p.suffix and not p.name.startswith((".", "_")) and p.is_file())
     kinds: dict[str, list[Path]] = {}
+    unread: dict[str, Path] = {}
     for file in files:
+        held = path / file.stem
         if (name := _format(file)) is not None:
             kinds.setdefault(_GROUPS.get(name, name), []).append(file)
-        elif file.suffix.lower() in _COMPRESSIONS and Path(file.stem).suffix.lower() in FORMATS:
+        elif file.suffix.lower() in _COMPRESSIONS and held.suffix.lower() in FORMATS and not held.is_file():
+            name = held.suffix.lower()
+            unread.setdefault(_GROUPS.get(name, name), file)
+    data = [kind for kind in kinds if kind != ".txt"]
+    for kind, file in unread.items():
+        if kind != ".txt" or not data:
             message = f"{str(file)!r} would be left out: files that are read compressed are {_COMPRESSIBLE}"
             raise DataError(f"{message}; decompress it, or name the others by a pattern", key=f"{file.name}.format")
-    data = [kind for kind in kinds if kind != ".txt"] or list(kinds)
+    data = data or list(kinds)
     if len(data) > 1:
         raise DataError(
             f"{str(path)!r} holds files of several formats ({', '.join(sorted(data))}); "
@@ -228,7 +236,9 @@ def _xz(path: Path, mode: str) -> BinaryIO:
 
 
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": _bz2, ".xz": _xz, ".zst": _zstd}
-_COMPRESSIONS = {*_OPEN, ".lz4", ".br", ".zip", ".7z", ".snappy", ".lzo"}
+_COMPRESSIONS = {
+    *_OPEN, ".gzip", ".tgz", ".z", ".lzma", ".zstd", ".lz4", ".br", ".zip", ".7z", ".snappy", ".lzo",
+}  # fmt: skip
 """Suffixes of compressed files, read or not."""
 _COMPRESSIBLE = "JSON, CSV or text with " + ", ".join(_OPEN)
 
