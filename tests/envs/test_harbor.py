@@ -401,6 +401,17 @@ def test_copies_that_docker_refuses_or_unpacks_are_refused(tmp_path, line, named
     assert named in str(caught.value)
 
 
+def test_an_image_alone_is_refused_before_the_first_episode(tmp_path):
+    task = make(tmp_path)
+    (task / "task.toml").write_text("[environment]\ndocker_image = 'org/image:1'")
+    adapted("harbor", str(tmp_path)).prepare()  # its Dockerfile is followed
+    _limit.cache_clear()
+    (task / "environment/Dockerfile").unlink()
+    with raises(PluginError, "environment.harbor.task") as caught:
+        adapted("harbor", str(tmp_path)).prepare()
+    assert "org/image:1" in str(caught.value)
+
+
 def test_another_mark_of_long_lines_is_refused(tmp_path):
     task = make(tmp_path, "# syntax=docker/dockerfile:1\n# Escape = `\nFROM ubuntu:24.04\nRUN true `\n && true\n")
     with raises(PluginError, "environment.harbor.Dockerfile") as caught:

@@ -221,6 +221,10 @@ def _limit(task: Path, section: str, key: str = "timeout_sec") -> float:
         given = tomllib.loads(file.read_text())
         for name in (name for name in UNKNOWN.get(section, ()) if given.get(section, {}).get(name)):
             raise PluginError(f"{file}: {section}.{name} is not followed in the sandbox; leave it out", key=TASK)
+        image = given.get("environment", {}).get("docker_image")
+        if image and not (task / "environment/Dockerfile").is_file():
+            message = f"{file}: environment.docker_image = {image!r} has what the sandbox has not"
+            raise PluginError(f"{message}; write environment/Dockerfile, which is followed", key=TASK)
         found = float(given.get(section, {}).get(key, LIMITS[section, key]))
     except (ValueError, TypeError, AttributeError) as error:
         raise PluginError(f"{file}: {error}; {section}.{key} is a number of seconds", key=TASK) from None
