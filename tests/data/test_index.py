@@ -301,7 +301,7 @@ def test_a_nested_value_is_stored_or_refused_as_in_memory(tmp_path, levels):
     (tmp_path / "d.jsonl").write_text(f'{{"prompt": "a", "x": {"[" * levels + "]" * levels}}}\n' * 2)
     data, home = DataConfig(source=str(tmp_path / "d.jsonl")), Home(str(tmp_path))
     if levels == 800:
-        with raises(DataError, "depth"):
+        with raises(DataError, "d.jsonl:1.depth"):
             load_source(data, home=home)
         return
     memory, stored = load_source(data), load_source(data, home=home)

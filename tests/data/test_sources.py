@@ -121,5 +121,5 @@ def test_mistakes_in_records(records, key):
 @pytest.mark.parametrize("deep", ["[" * 900 + "]" * 900, '{"a":' * 800 + "1" + "}" * 800])
 def test_a_value_that_json_reads_and_nothing_else_follows_is_a_named_error(tmp_path, deep):
     (tmp_path / "d.jsonl").write_text(f'{{"prompt": "a", "answer": "b", "x": {deep}}}\n')
-    with raises(DataError, "depth"):
+    with raises(DataError, "d.jsonl:1.depth"):
         read_source(str(tmp_path / "d.jsonl"))
