@@ -229,6 +229,46 @@ class SummedIntegers(SummedSigns):
         return (x * 0).to(torch.int8)
 
 
+class SummedSquares(SummedSigns):
+    def encode(self, x, random):
+        return (x * x).bfloat16()
+
+    def decode(self, code, count, random):
+        return code.float()
+
+
+class WithoutZeros(Plain):
+    """Its code is as long as there are values that are not 0."""
+
+    def encode(self, x, random):
+        return x[x != 0]
+
+    def decode(self, code, count, random):
+        return torch.nn.functional.pad(code, (0, count - len(code)))
+
+
+class Positive(WithoutZeros):
+    def encode(self, x, random):
+        return x[x >= 0]
+
+
+class HalfOfZeros(Plain):
+    """Its code has another dtype where all values are 0."""
+
+    def encode(self, x, random):
+        return x.clone() if x.any() else x.half()
+
+
+class DividesByNorm(Plain):
+    def encode(self, x, random):
+        return x / x.norm()
+
+
+class Infinite(Plain):
+    def decode(self, code, count, random):
+        return code * torch.inf
+
+
 class Grows(Plain):
     unbiased = True
 
@@ -238,7 +278,9 @@ class Grows(Plain):
 
 PROBED = {
     Short: ".decode", Fails: "", WritesValues: ".encode", WritesCode: ".decode", OwnNumbers: ".random",
-    SummedSigns: ".summable", SummedIntegers: ".summable", Grows: ".delta",
+    SummedSigns: ".summable", SummedIntegers: ".summable", Grows: ".delta", WithoutZeros: ".encode",
+    Positive: ".encode", HalfOfZeros: ".encode", DividesByNorm: ".decode", Infinite: ".decode",
+    SummedSquares: ".summable",
 }  # fmt: skip
 
 
@@ -246,7 +288,23 @@ class Summed(Plain):
     summable = unbiased = True
 
 
-@pytest.mark.parametrize("kind", [Plain, Summed])
+class SummedHalves(Plain):
+    """Linear but for the rounding of its dtype."""
+
+    summable, dtype = True, torch.bfloat16
+
+    def encode(self, x, random):
+        return x.to(self.dtype)
+
+    def decode(self, code, count, random):
+        return code.float()
+
+
+class SummedEighths(SummedHalves):
+    dtype = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("kind", [Plain, Summed, SummedHalves, SummedEighths])
 def test_a_declared_one_that_does_what_it_says(kind):
     compressor("mine")(kind)
     assert isinstance(compressor_of("mine", {}), kind)

@@ -226,19 +226,32 @@ def _probed(made: Compressor, count: int, shrinks: bool) -> tuple[str, str] | No
     code = made.encode(given, random)
     if not torch.equal(given, x):
         return "encode", "encode writes to its values, which are the gradients; let it work on a copy"
-    kept = code.clone()
-    found, zeros = made.decode(code, count, random), made.decode(made.encode(x * 0, random), count, random)
-    for shape in (tuple(found.shape), tuple(zeros.shape)):
-        if shape != (count,):
+    kept, others = code.clone(), {"zeros": made.encode(torch.zeros_like(x), random), "others": made.encode(y, random)}
+    for what, other in others.items():
+        if (other.numel(), other.dtype) != (code.numel(), code.dtype):
+            sizes = f"{code.numel()} {code.dtype} for {count} values, and {other.numel()} {other.dtype} for {what}"
+            return "encode", f"encode returns {sizes}; length and dtype must depend on the number of values alone"
+    found = made.decode(code, count, random)
+    for what, own in ((f"{count} values", found), (f"{count} zeros", made.decode(others["zeros"], count, random))):
+        if (shape := tuple(own.shape)) != (count,):
             return "decode", f"decode returns shape {shape} for {count} values; it must be ({count},)"
+        if not own.isfinite().all():
+            return "decode", f"decode returns values that are not finite for {what}"
     if not torch.equal(code, kept):
         return "decode", "decode writes to its code, which is sent afterwards; let it work on a copy"
     if not torch.equal(made.encode(x, random), kept) or not torch.equal(made.decode(kept, count, random), found):
         return "random", "equal values have another code, or an equal code other values; draw from ``random`` alone"
-    if made.summable:
-        summed, whole = kept + made.encode(y, random), made.encode(x + y, random)
-        if not whole.is_floating_point() or not torch.allclose(summed, whole, rtol=1e-4, atol=1e-5):
-            return "summable", "the sum of two codes is not the code of the sum; it is not summable"
+    whole = made.encode(x + y, random) if made.summable else None
+    if whole is not None and not (whole.is_floating_point() and _linear(kept, others["others"], whole)):
+        return "summable", "the sum of two codes is not the code of the sum; it is not summable"
     if made.unbiased and shrinks and not 0 < made.delta(count) <= 1:
         return "delta", f"delta({count}) = {made.delta(count)}; it must be above 0 and at most 1"
     return None
+
+
+def _linear(one: Tensor, other: Tensor, whole: Tensor) -> bool:
+    """Return True if two codes add up to the code of the sum of their values, but for the rounding of their dtype."""
+    kind = torch.finfo(whole.dtype)
+    one, other, whole = one.float(), other.float(), whole.float()  # they are summed in the dtype of gradients
+    near = max(1e-4, kind.eps) * (one.abs() + other.abs()) + max(1e-5, 2 * kind.eps * kind.smallest_normal)
+    return bool(((one + other - whole).abs() <= near).all())
