@@ -14,7 +14,7 @@ from tests.guard import stuck
 from tilth.analysis import slow_rank as module
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel
-from tilth.analysis.slow_rank import FEWEST, SlowRankWatch, gains, judged
+from tilth.analysis.slow_rank import FEWEST, TRIED, SlowRankWatch, gains, judged
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.layout import Mesh
 from tilth.guard.verdict import Verdict
@@ -66,6 +66,41 @@ def test_ranks_with_calls_of_other_lengths_are_compared_as_a_whole():
             )
     ranks, gained, _ = gains(RunModel(read_steps(made.events)))
     assert ranks.tolist() == [0, 1] and gained[:, 1].min() > 0 > gained[:, 0].max() - 1e-9
+
+
+def noisy(seed, ranks=24):
+    """Ranks whose work varies from step to step, one of which may be slow all the time."""
+    random = np.random.default_rng(seed)
+    usual = random.uniform(0.95, 1.05, ranks)
+    usual[random.integers(ranks)] *= random.choice([1.0, 1.15, 1.4, 2.0])
+    made = Job(ranks, delay=0.01, reply=0.005)
+    for _ in range(STEPS):
+        factors = usual * random.lognormal(0.0, 0.1, ranks)
+        with made:
+            made.do("policy.update", {rank: update(factors[rank]) for rank in range(ranks)})
+    return RunModel(read_steps(made.events))
+
+
+def test_the_few_ranks_that_are_tried_have_the_verdict_of_all():
+    named = []
+    for seed in range(6):
+        model = noisy(seed)
+        several, every = ((*gains(model, most),) for most in (4, 24))
+        at = np.isin(every[0], several[0])
+        assert len(several[0]) == 4 and at.sum() == 4 and len(every[0]) == 24
+        assert np.array_equal(several[1], every[1][:, at]) and np.array_equal(several[2], every[2][at])
+        verdicts = [judged(model.steps.steps, model.steps.recorded, *made) for made in (several, every)]
+        assert verdicts[0] == verdicts[1]
+        named.append(verdicts[0] is not None)
+    assert {*named} == {True, False}
+
+
+def test_replays_do_not_grow_with_the_ranks(monkeypatch):
+    model, tried, times = noisy(0, ranks=80), [], RunModel.times
+    monkeypatch.setattr(RunModel, "times", lambda own, some: tried.append(some.shape[1]) or times(own, some))
+    monkeypatch.setattr(module, "CACHE", 8 * 5 * len(model.order))
+    gains(model)
+    assert sum(tried) == TRIED + 1 and max(tried) == 5  # with the steps as recorded
 
 
 HEALTHY = {

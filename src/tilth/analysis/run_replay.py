@@ -5,6 +5,8 @@ communication: the typical transfer of its kind (operation, group, size) while t
 peers (the controller's, waiting for a checkpoint, storage) keeps its time.
 """
 
+from functools import cached_property
+
 import numpy as np
 
 from tilth.analysis.network import meetings
@@ -33,9 +35,19 @@ class RunModel:
         self.place = np.empty(len(order), np.int64)
         self.place[order] = np.arange(len(order))
         self.last = self.place[steps.last]
-        self.real, self.ideal = steps.real[order], ideal(steps)[order]  # float64 [n, k]: seconds
+        self.real = steps.real[order]  # float64 [n, k]: seconds
         self.rank, self.kind, self.home = steps.rank[order], steps.kind[order], steps.home[order]
-        self.sum_real, self.sum_ideal = self.real.sum(1), self.ideal.sum(1)
+        self.sum_real = self.real.sum(1)
+
+    @cached_property
+    def ideal(self) -> np.ndarray:
+        """float64 [n, k]: ideal seconds, as the module says."""
+        return ideal(self.steps)[self.order]
+
+    @cached_property
+    def sum_ideal(self) -> np.ndarray:
+        """float64 [n]."""
+        return self.ideal.sum(1)
 
     def times(self, durations: np.ndarray) -> np.ndarray:
         """float64 [s, x]: time of each step in each of x scenarios. durations: float64 [n, x], seconds."""

@@ -54,10 +54,14 @@ def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
     """Return each rank's coordinates by axis in the mesh of the role it works for most."""
     events, found = steps.events, {}
     places = [{axis: int(at) for axis, at in re.findall(r"(\w+)=(\d+)", name)} for name in events.place.names]
-    for rank in np.unique(steps.rank).tolist():
-        rows = np.flatnonzero((events.rank == rank) & events.op.is_("call"))
-        took = np.bincount(events.place.codes[rows], events.duration[rows], len(places))
-        found[rank] = places[int(took.argmax())] if len(rows) else {}
+    calls = np.flatnonzero(events.op.is_("call"))
+    calls = calls[np.argsort(events.rank[calls], kind="stable")]
+    ranks = np.unique(steps.rank)
+    low, high = (np.searchsorted(events.rank[calls], ranks, side) for side in ("left", "right"))
+    for rank, a, b in zip(ranks.tolist(), low, high):
+        codes, where = np.unique(events.place.codes[calls[a:b]], return_inverse=True)
+        took = np.bincount(where, events.duration[calls[a:b]])
+        found[rank] = places[codes[took.argmax()]] if b > a else {}
     return found
 
 

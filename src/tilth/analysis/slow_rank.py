@@ -17,7 +17,7 @@ import numpy as np
 from tilth.analysis.events import Events
 from tilth.analysis.recent import recent
 from tilth.analysis.run_graph import LAUNCH, WORK, read_steps
-from tilth.analysis.run_replay import RunModel, even, numbered
+from tilth.analysis.run_replay import CACHE, RunModel, even, numbered
 from tilth.analysis.run_whatif import coordinates, place_among
 from tilth.core.errors import DataError
 from tilth.flows.callbacks import Callback, RunView
@@ -31,16 +31,44 @@ EVERY = 60.0
 """Seconds between two looks; and 50 times what a look takes, so that it costs no more than 2 % of a core."""
 EVENTS = 400_000
 """Most events of a look."""
+TRIED = 16
+"""Most ranks of a look whose work is replaced by that of their peers."""
 
 
-def gains(model: RunModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the ranks, int64 [w], and for each step the seconds that it would be shorter if the work of one rank took
-    the time of its peers, float64 [s, w], and the ratio of its work to theirs, float64 [w]."""
+def gains(model: RunModel, most: int = TRIED) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ranks, int64 [r], and for each step the seconds that it would be shorter if the work of one rank took the
+    time of its peers, float64 [s, r], and the ratio of its work to theirs, float64 [r].
+
+    most: ranks to try; of more, those whose work takes most longer than that of their peers in the median of the steps.
+    """
+    workers = model.steps.workers
+    nodes, peers = _of_peers(model)
+    took, own = model.sum_real[nodes], np.searchsorted(workers, model.rank[nodes])
+    tried = np.arange(len(workers))
+    if len(workers) > most:  # a replay of each would be quadratic in the ranks
+        step = np.searchsorted(model.steps.steps, model.steps.events.step[model.steps.frame[model.order[nodes]]])
+        over = np.bincount(step * len(workers) + own, took - peers, len(model.steps.steps) * len(workers))
+        tried = np.sort(np.argsort(-np.median(over.reshape(-1, len(workers)), axis=0), kind="stable")[:most])
+    ratios = np.bincount(own, took, len(workers)) / np.maximum(np.bincount(own, peers, len(workers)), 1e-12)
+    recorded, width = model.times(model.sum_real[:, None]), max(1, CACHE // (8 * len(model.order)))
+    gained = list[np.ndarray]()
+    for i in range(0, len(tried), width):
+        durations = np.repeat(model.sum_real[:, None], len(tried[i : i + width]), axis=1)
+        for column, worker in enumerate(tried[i : i + width]):
+            mine = own == worker
+            durations[nodes[mine], column] = peers[mine]
+        gained.append(recorded - model.times(durations))
+    return workers[tried], np.concatenate(gained, axis=1), ratios[tried]
+
+
+def _of_peers(model: RunModel) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nodes of work, int64 [m], and the seconds that the peers of their ranks take, float64 [m]."""
     steps, order = model.steps, model.order
-    workers, call, segment = steps.workers, steps.call[order], steps.segment[order]
+    call, segment = steps.call[order], steps.segment[order]
     stages = place_among(coordinates(steps), "layers")
     nodes = np.flatnonzero(~model.home & ((model.kind == WORK) | (model.kind == LAUNCH)))
-    stage = np.array([stages[int(rank)] for rank in model.rank[nodes]], np.int64)
+    ranks, of = np.unique(model.rank[nodes], return_inverse=True)
+    stage = np.array([stages[rank] for rank in ranks.tolist()], np.int64)[of]
     took, peers = model.sum_real[nodes], np.empty(len(nodes))
     whole = numbered(np.stack([call[nodes], stage]))
     member = numbered(np.stack([whole, model.rank[nodes]]))
@@ -51,14 +79,7 @@ def gains(model: RunModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         total = np.bincount(mine, took[~alike])
         ratio = np.divide(_others(whole[~alike][first], total), total, out=np.ones_like(total), where=total > 0)
         peers[~alike] = took[~alike] * ratio[mine]
-    durations = np.repeat(model.sum_real[:, None], len(workers) + 1, axis=1)
-    ratios = np.ones(len(workers))
-    for i, rank in enumerate(workers):
-        own = model.rank[nodes] == rank
-        durations[nodes[own], i] = peers[own]
-        ratios[i] = took[own].sum() / max(peers[own].sum(), 1e-12)
-    times = model.times(durations)
-    return workers, times[:, -1:] - times[:, :-1], ratios
+    return nodes, peers
 
 
 def _others(which: np.ndarray, values: np.ndarray) -> np.ndarray:
