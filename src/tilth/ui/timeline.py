@@ -207,7 +207,7 @@ def pictures(events: Events, found: Account, among: np.ndarray | None = None) ->
 # ---- ranks ----
 
 ROWS = 24  # most ranks in the table; of more, those that differ most from the median
-SLOW = 1.1  # pace (time over that of its peers for the same work) from which a rank is called slow
+SLOW = 1.1  # pace (time over that of its peers for the same work) that is marked; the verdict is of what a rank costs
 
 
 def health(found: Account) -> Markup:
@@ -225,7 +225,7 @@ def chosen(found: Account, most: int = ROWS) -> list[int]:
 
 
 def _row(found: Account, i: int) -> tuple[int, list[tuple[str, float, str]], list[float], str, bool]:
-    """Return rank, parts, shares of the time, pace, and True if it is slow."""
+    """Return rank, parts, shares of the time, pace, and True if that is marked."""
     whole, colours = found.whole, hues(found.names)
     at = {name: float(found.by_rank[i, k]) / whole for k, name in enumerate(found.names)}
     pace, part = float(found.pace[i]), found.shares(i)

@@ -12,6 +12,8 @@ import re
 import shutil
 import signal
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing
 from pathlib import Path
@@ -729,7 +731,46 @@ def test_a_slow_rank_is_named_with_its_evidence(client):
     assert not [run for run in ("agents", "sums-a-001") if "slow:" in page_of(client, f"/runs/{run}").words]
     assert "slow: rank 1 costs 0.32 s" in page_of(client, "/runs/ranks/time?steps=2:12").words
     few = page_of(client, "/runs/ranks/time?steps=2:5").words
-    assert "slow: rank" not in few and "No rank is slow" not in few  # too few steps to tell
+    assert "slow: rank" not in few and "No rank costs" not in few  # too few steps to tell
+
+
+def test_a_marked_pace_is_no_slow_rank_where_it_costs_little(tmp_path):
+    made.ranks(tmp_path, slow=1.18, name="uneven")
+    client = client_of(tmp_path)[0]
+    for query in ("", "?steps=1:13"):
+        page = client.get(f"/runs/uneven/time{query}").text
+        assert "No rank costs 10 % of a step." in page and 'class="clay">1.1' in page
+
+
+@pytest.mark.parametrize(("query", "name"), [("", "slow_rank"), ("?steps=2:12", "slow_in")])
+def test_pictures_are_shown_of_steps_without_a_verdict(folder, monkeypatch, query, name):
+    monkeypatch.setattr(times, name, Mock(side_effect=DataError("step 2 was profiled", key="steps.profiled")))
+    times._newest_slow.cache_clear()
+    words = page_of(client_of(folder)[0], f"/runs/ranks/time{query}").words
+    assert "step 2 was profiled" in words and "No rank costs" not in words
+    assert "of attempt 1" in words and "Timeline" in words
+    times._newest_slow.cache_clear()
+
+
+def test_requests_at_once_look_for_a_slow_rank_once(folder, monkeypatch):
+    looks, gate = [], threading.Barrier(4)
+
+    def look(run):
+        looks.append(run)
+        time.sleep(0.05)
+        return None, -1
+
+    def ask(_):
+        gate.wait()
+        return times.slow_rank_of(run)
+
+    monkeypatch.setattr(times, "slow_rank", look)
+    times._newest_slow.cache_clear()
+    run = RunsFolder(folder).get("ranks")
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(ask, range(4))] == [""] * 4
+    assert len(looks) == 1
+    times._newest_slow.cache_clear()
 
 
 def test_older_steps_are_read_by_range(client):

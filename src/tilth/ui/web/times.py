@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -20,10 +20,11 @@ import pyarrow.parquet as pq
 from tilth.analysis.events import Events, from_table
 from tilth.analysis.read import parts, read_events
 from tilth.analysis.recent import recent
-from tilth.analysis.slow_rank import FEWEST, slow_in, slow_rank
+from tilth.analysis.slow_rank import SHARE, slow_in, slow_rank
 from tilth.analysis.time_breakdown import CONTROLLER, PEERS, STAGES, Account, account
 from tilth.core.errors import DataError
 from tilth.data.cache import FileState, file_state
+from tilth.guard.verdict import Verdict
 from tilth.process.child import Child
 from tilth.runs.readers import HOUR, read_warnings
 from tilth.trace.clock_samples import events_folder, read_rounds, rounds_path
@@ -45,6 +46,8 @@ KEPT = 16
 """Most runs whose pictures of the newest steps are kept."""
 SECONDS = 60.0
 """Seconds that a replay may take."""
+LOOK = threading.Lock()
+"""Held while the slow rank of a run is looked for."""
 Row = dict[str, Any]
 
 
@@ -94,7 +97,7 @@ def _last_step(path: Path) -> int:
 def time_page(run: FollowedRun, steps: range | None) -> Row:
     """Return pictures of the time of some steps, and which ranks are slow. DataError: there are no events of them."""
     if steps is None:
-        return _newest_times(run.path, _events_state(run)) | {"slow": slow_rank_of(run)}
+        return _newest_times(run.path, _events_state(run)) | _slow_of(run)
     return _times(run.path, steps)
 
 
@@ -113,28 +116,39 @@ def _newest_times(run: Path, state: tuple[FileState, ...]) -> Row:
 
 def slow_rank_of(run: FollowedRun) -> str:
     """Return the evidence against the rank that is slow in the newest steps; "": none is."""
-    return _newest_slow(run.path, _events_state(run))
+    return str(_slow_of(run)["slow"])
+
+
+def _slow_of(run: FollowedRun) -> Row:
+    """Return ``_judged`` of the newest steps. Requests come in threads; one of them looks, and the others wait."""
+    with LOOK:
+        return _newest_slow(run.path, _events_state(run))
 
 
 @lru_cache(KEPT)
-def _newest_slow(run: Path, state: tuple[FileState, ...]) -> str:
-    """Return ``slow_rank_of``, computed anew where events were written. state: ``_events_state``."""
+def _newest_slow(run: Path, state: tuple[FileState, ...]) -> Row:
+    """Return ``_slow_of``, computed anew where events were written. state: ``_events_state``."""
+    return _judged(lambda: slow_rank(run))
+
+
+def _judged(look: Callable[[], tuple[Verdict | None, int]]) -> Row:
+    """Return what ``slow`` has as evidence ("": none), why there is no verdict as ``unknown`` ("": there is one, or
+    steps or ranks are too few), and True as ``compared`` if ranks were compared."""
     try:
-        verdict, _ = slow_rank(run)
-    except DataError:  # the page on time names it
-        return ""
-    return verdict.evidence if verdict else ""
+        verdict, last = look()
+    except DataError as error:
+        return {"slow": "", "unknown": str(error), "compared": False}
+    return {"slow": verdict.evidence if verdict else "", "unknown": "", "compared": last >= 0}
 
 
 def _times(run: Path, steps: range | None) -> Row:
+    """Return pictures of some steps, of named ones with ``_judged``; of the newest ones ``_slow_of`` has it."""
     events, known = read_steps_of(run, steps)
     found = account(events, known)
-    verdict, _ = (None, -1) if steps is None else slow_in(events, known)
-    return pictures(events, found) | {
-        "first": int(found.steps[0]), "last": int(found.steps[-1]), "slow": verdict.evidence if verdict else "",
-        "compared": len(found.ranks) > 1 and len(found.steps) >= FEWEST, "heat": heat(events, found),
+    return pictures(events, found) | ({} if steps is None else _judged(lambda: slow_in(events, known))) | {
+        "first": int(found.steps[0]), "last": int(found.steps[-1]), "heat": heat(events, found),
         "idle": idle_share(found), "steps": list(zip(found.steps.tolist(), found.seconds.tolist()))[-NEWEST:],
-        "attempt": found.attempt, "step": float(np.median(found.seconds)),
+        "attempt": found.attempt, "step": float(np.median(found.seconds)), "share": SHARE,
     }  # fmt: skip
 
 
