@@ -4,19 +4,22 @@
                                  [--seeds 0,1,2] [--shape quick|full] [--lr RATE] [--ranks 4] [--list]
 
 Each row trains the same model on the same bytes of text on four data ranks or more (backend local, gloo), two of which
-are a node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "SGD" have SGD with momentum,
-"by topic" other problems on each rank, and AdaGrad or AdaAlter at one rate. ``--list`` names them, and ``--only`` takes
-any part of a name. Columns:
+are a node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "SGD" have SGD with momentum at
+three rates, of which the best one is shown (``--lr``: one rate in place of a row's own); "by topic" has other problems
+on each rank, and AdaGrad or AdaAlter at one rate. "top-k of gradients, feedback" is not EF-SGD: its residual is of
+gradients, and momentum and the clip come after the sum. ``--list`` names them, and ``--only`` takes any part of a name. Steps
+are a multiple of all periods H, so that bytes and the model that is evaluated are of whole periods. Columns:
 
 - KB: that a rank sends in a step, by the tensors of its collectives (``plan.costs.wire``: rings); across: of these in
   groups with ranks of several nodes.
-- of exact: these bytes, divided by those of the exact row of the same layout and optimizer.
+- of exact: these bytes, divided by those of the exact row of the same layout and optimizer; ratio: the inverse. Names
+  have the ratio of what is coded; tensors of less than 1,024 elements travel whole.
 - loss: of held-out text after the steps, mean over the seeds, and the greatest distance of a seed from it; worse: than
-  the exact row.
+  the exact row. "diverged": the loss of a seed is above ln 256, that of uniform bytes.
 - ms: median of some steps with a token bucket of 100 Mbit/s for what a rank sends across: waiting costs no processor;
   of ranks that learn apart the mean of whole periods. Gradients travel in buckets of 1 MB beside the backward pass.
   after: of as many steps in which they travel after it. 1G, 10G: beside it at 1 and 10 Gbit/s.
-- times: ms of the exact row over that of this one.
+- times: ms of the exact row over that of this one; beside a row with a period both are means of as many steps.
 - code: processor time of a step of one rank without the bucket, more than the exact row (ms); not of the first two.
 
 Below a row that has another beside it, what a step takes of one resource alone, which is not its time:
@@ -37,16 +40,18 @@ dynamic``, or longer: rows of ``economy_optimizers``. With ``--json`` a row has 
 The figures are of this model alone; --quick: a smaller one, fewer steps and rows.
 
 A step of four ranks takes about 0.27 s of processor with ``--shape quick`` and 2.3 s with ``full``, so 300 steps of a
-row and seed are 1.5 and 13 minutes of it, the timed steps included; a run of 16,384 samples of lans 1.2, and one batch
-of it has 24; a row and seed of dynamic 1.
+row, rate and seed are 1.5 and 13 minutes of it, the timed steps included; a run of 16,384 samples of lans 1.2, and one
+batch of it has 24; a row and seed of dynamic 1.
 """
 
+import itertools
 import json
+import math
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -92,7 +97,9 @@ class Row:
     comm: dict[str, Any] = field(default_factory=dict)
     beside: str = ""
     zero: int = 3
-    optimizer: dict[str, Any] = field(default_factory=lambda: {"lr": 3e-3})
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    rates: tuple[float, ...] = (3e-3,)
+    """Rates of learning, of which the best one is shown."""
     by_topic: bool = False
     """Each rank has problems of other topics."""
     direct: bool = False
@@ -102,6 +109,11 @@ class Row:
     def period(self) -> int:
         """Steps after which what is sent repeats."""
         return int(self.comm.get("every", 1))
+
+    @property
+    def timed(self) -> int:
+        """Steps on a link: whole periods."""
+        return max(TIMED, self.period)
 
 
 def cser(ratio: int, every: int) -> dict[str, Any]:
@@ -117,8 +129,9 @@ def late(ratio: int, every: int) -> dict[str, Any]:
 
 RATIOS = {8: 4, 32: 8, 128: 16, 256: 16, 1024: 16}
 """Bytes of exact sums over those that travel -> H of ways with a period."""
-SGD = {"name": "sgd", "lr": 0.1}
-ADAGRAD, ADAALTER = {"name": "adagrad", "lr": 2e-2}, {"name": "adaalter", "lr": 2e-2}
+SGD: dict[str, Any] = {"optimizer": {"name": "sgd"}, "rates": (0.1, 0.02, 0.005)}
+ADAGRAD: dict[str, Any] = {"optimizer": {"name": "adagrad"}, "rates": (2e-2,), "by_topic": True}
+ADAALTER = ADAGRAD | {"optimizer": {"name": "adaalter"}}
 TOPICS = "AdaGrad, by topic"
 PERIODS = (2, 4, 8, 16)
 ROWS: dict[str, Row] = {
@@ -150,31 +163,34 @@ ROWS: dict[str, Row] = {
     "SDP4Bit": Row({"gradients": "sdp4bit", "weights": "difference4", "node_size": NODE}, "exact, zero 1", 1),
     "four bits in both levels": Row({"gradients": "fourbits", "node_size": NODE}, "exact, zero 1", 1),
     "direct weights": Row(beside="exact, zero 1", zero=1, direct=True),
-    "SGD": Row(optimizer=SGD),
+    "SGD": Row(**SGD),
     **{
-        f"SGD, ratio {ratio}, {way}": Row(comm, "SGD", optimizer=SGD)
+        f"SGD, ratio {ratio}, {way}": Row(comm, "SGD", **SGD)
         for ratio, every in RATIOS.items()
         for way, comm in {
             "CSER": cser(ratio, every),
             "EF-SGD": late(ratio, 1),
-            "EF-SGD, top-k": {"gradients": "topk", "two_way": True, "options": {"share": 1 / (2 * ratio)}},
+            "top-k of gradients, feedback": {
+                "gradients": "topk",
+                "two_way": True,
+                "options": {"share": 1 / (2 * ratio)},
+            },
             "QSparse-local-SGD": late(ratio, every),
         }.items()
     },
-    TOPICS: Row(optimizer=ADAGRAD, by_topic=True),
+    TOPICS: Row(**ADAGRAD),
     **{
-        f"naive AdaGrad, by topic, H = {every}": Row(
-            {"local": "average", "every": every}, TOPICS, optimizer=ADAGRAD, by_topic=True
-        )
+        f"naive AdaGrad, by topic, H = {every}": Row({"local": "average", "every": every}, TOPICS, **ADAGRAD)
         for every in PERIODS
     },
     **{
-        f"adaalter, by topic, H = {every}": Row(
-            {"local": "adaalter", "every": every}, TOPICS, optimizer=ADAALTER, by_topic=True
-        )
+        f"adaalter, by topic, H = {every}": Row({"local": "adaalter", "every": every}, TOPICS, **ADAALTER)
         for every in (1, *PERIODS)
     },
 }
+WIDE = max(map(len, ROWS))
+WHOLE = math.lcm(*(own.period for own in ROWS.values()))
+"""Steps of a run are a multiple of this."""
 QUICK = ("exact", "topk 1 %, both ways", "cser 8", "exact, zero 1", "SDP4Bit")
 SHAPES = {
     "full": DecoderConfig(vocab_size=256, hidden_size=192, intermediate_size=576, num_layers=6, num_heads=6),
@@ -248,34 +264,34 @@ class Trial(JoinedRole):
         comm.communication = meter  # type: ignore[assignment]
         comm.Collective = meter.started  # type: ignore[assignment,misc]
         try:
-            row = ROWS[name] if not lr else replace(ROWS[name], optimizer=ROWS[name].optimizer | {"lr": lr})
-            return self.measured(meter, SHAPES[shape], text, row, steps, seed, paced)
+            return self.measured(meter, SHAPES[shape], text, name, steps, seed, lr, paced)
         finally:
             comm.communication = meter.plain
             comm.Collective = meter.collective  # type: ignore[misc]
 
     def measured(
-        self, meter: Meter, config: DecoderConfig, text: str, row: Row, steps: int, seed: int, paced: float
+        self, meter: Meter, config: DecoderConfig, text: str, name: str, steps: int, seed: int, lr: float, paced: float
     ) -> dict[str, Any]:
         """Train, then time some steps with the bucket: sums beside the backward pass, then after it, then beside it on
         faster links."""
-        rank, ranks = self.context.rank, torch.distributed.get_world_size()
+        rank, ranks, row = self.context.rank, torch.distributed.get_world_size(), ROWS[name]
         grid = ParallelDims.of(Mesh.of({"dp": ranks}), rank)
         small = {} if row.comm.get("local") == "average" or not row.comm else {"smallest": 1024}
         coded = CommConfig(bucket_bytes=BUCKET, **small | row.comm)
         reducer = direct(1024, seed, BUCKET) if row.direct else reducer_of(coded, seed)
-        zero, timed, links = cast(Zero, row.zero), max(TIMED, row.period), (SLOW, SLOW, *FASTER)
+        zero, links = cast(Zero, row.zero), (SLOW, SLOW, *FASTER)
+        longest = max(own.timed for own in (row, *ROWS.values()) if own is row or own.beside == name)
         sharded = shard(lambda: Decoder(config), grid, zero=zero, reducer=reducer)
         sharded.init_(seed)
-        options = OptimizerConfig(**row.optimizer, warmup_steps=10, schedule="cosine")
+        options = OptimizerConfig(**row.optimizer, lr=lr, warmup_steps=10, schedule="cosine")
         tokens = LENGTH * BATCH
         engine = TrainEngine(sharded, options, total_steps=steps + 2 * TIMED, micro_tokens=tokens, seed=seed)
-        codes, total = np.frombuffer(text.encode(), np.uint8), steps + timed * len(links)
+        codes, total = np.frombuffer(text.encode(), np.uint8), steps + longest + row.timed * len(links[1:])
         batches = sequences(codes, seed, total, rank, ranks, row.by_topic)
         if paced:
             batches = (tokens.take(np.zeros(1, np.int64)) for tokens in batches)
-            for name, p in sharded.parameters.items():
-                if name.endswith("input_layernorm.weight"):  # one of each layer
+            for own, p in sharded.parameters.items():
+                if own.endswith("input_layernorm.weight"):  # one of each layer
                     p.register_hook(lambda grad: time.sleep(paced))
         curve = list[float]()
         for number, one in enumerate(islice(batches, steps)):
@@ -284,13 +300,14 @@ class Trial(JoinedRole):
             curve.append(round(update(engine, one), 4))
         spent = (time.process_time() - began) / max(1, steps - WARM)
         sent, loss = (meter.sent / steps, meter.across / steps), self.held_out(sharded, text)
-        last_pass, found = sharded.gradients.last_pass, list[float]()
+        last_pass, found, every = sharded.gradients.last_pass, list[float](), list[list[float]]()
         for place, link in enumerate(links):
             meter.bucket = TokenBucket(link)
             sharded.gradients.last_pass = _nothing if place == 1 else last_pass  # type: ignore[method-assign]
-            took = [timed_update(engine, one) for one in islice(batches, timed)]
+            every.append([timed_update(engine, one) for one in islice(batches, row.timed if place else longest)])
+            took = every[-1][: row.timed]
             found.append(statistics.mean(took) if row.period > 1 else statistics.median(took[1:]))
-        times = {"seconds": found[0], "after": found[1], "faster": found[2:], "processor": spent}
+        times = {"seconds": found[0], "after": found[1], "faster": found[2:], "processor": spent, "took": every[0]}
         return {"loss": loss, "curve": curve, "sent": sent[0], "across": sent[1], **times}
 
     def held_out(self, sharded: Any, text: str) -> float:
@@ -342,24 +359,39 @@ def timed_update(engine: TrainEngine, tokens: Jagged) -> float:
 def row(
     shape: str, text: str, name: str, steps: int, seeds: Sequence[int], lr: float, paced: float, ranks: int
 ) -> dict[str, Any]:
-    """Measure a row."""
-    found = []
+    """Measure a row at its rates, or at ``lr``; return it at the best one."""
+    found, rates = dict[float, list[Any]](), (lr,) if lr else ROWS[name].rates
     with open_cluster("local", ranks) as cluster:
-        for seed in seeds:
+        for rate, seed in itertools.product(rates, seeds):
             mesh = Mesh.of({"dp": ranks})
-            role = cluster.group(f"trial {seed}", "economy:Trial", {}, mesh=mesh)
-            found.append(role.run(shape, text, name, steps, seed, lr, paced))
-    losses = [ranks[0]["loss"] for ranks in found]
-    first = found[0]
+            role = cluster.group(f"trial {rate} {seed}", "economy:Trial", {}, mesh=mesh)
+            found.setdefault(rate, []).append(role.run(shape, text, name, steps, seed, rate, paced))
+    by_rate = {rate: [several[0]["loss"] for several in own] for rate, own in found.items()}
+    rate = min(by_rate, key=lambda one: (diverged(by_rate[one]), statistics.mean(by_rate[one])))
+    losses, first = by_rate[rate], found[rate][0]
     return {
         "row": name, "zero": ROWS[name].zero, "steps": steps, "seeds": list(seeds), "losses": losses,
+        "rate": rate, "by_rate": by_rate, "diverged": diverged(losses),
         "loss": statistics.mean(losses), "spread": max(abs(one - statistics.mean(losses)) for one in losses),
         "sent": max(one["sent"] for one in first), "across": max(one["across"] for one in first),
         "seconds": max(one["seconds"] for one in first), "after": max(one["after"] for one in first),
         "faster": [max(several) for several in zip(*(one["faster"] for one in first))],
-        "curve": [ranks[0]["curve"] for ranks in found],
+        "curve": [several[0]["curve"] for several in found[rate]], "took": [one["took"] for one in first],
         "processor": statistics.mean(one["processor"] for one in first),
     }  # fmt: skip
+
+
+def diverged(losses: Sequence[float]) -> bool:
+    """Return True if a loss is above that of uniform bytes, or is not a number."""
+    return not all(loss <= math.log(256) for loss in losses)
+
+
+def seconds_beside(base: dict[str, Any], name: str) -> float:
+    """Return the time of a step of an exact row, taken as that of the row beside it is."""
+    own = ROWS[name]
+    if own.period == 1:
+        return float(base["seconds"])
+    return max(statistics.mean(took[: own.timed]) for took in base["took"])
 
 
 def line(found: dict[str, Any], exact: dict[str, Any] | None) -> str:
@@ -367,10 +399,14 @@ def line(found: dict[str, Any], exact: dict[str, Any] | None) -> str:
     base = found if exact is None else exact
     share, worse = found["sent"] / base["sent"], found["loss"] / base["loss"] - 1
     code = 1e3 * (found["processor"] - base["processor"])
-    figures = f"{found['sent'] / 1e3:9.1f} {found['across'] / 1e3:9.1f} {share:8.3f}"
-    figures += f" {found['loss']:8.4f} {found['spread']:7.4f} {100 * worse:+7.2f} %"
+    figures = (
+        f"{found['sent'] / 1e3:9.1f} {found['across'] / 1e3:9.1f} {share:8.3f} {1 / share:7.1f} {found['rate']:6g}"
+    )
+    told = f"{found['loss']:8.4f} {found['spread']:7.4f} {100 * worse:+7.2f} %"
+    figures += f" {'diverged':>{len(told)}}" if found["diverged"] else f" {told}"
     slow = " ".join(f"{1e3 * seconds:8.1f}" for seconds in (found["seconds"], found["after"], *found["faster"]))
-    return f"{found['row']:32} {figures} {slow} {base['seconds'] / found['seconds']:6.2f} {code:7.1f}"
+    times = seconds_beside(base, found["row"]) / found["seconds"]
+    return f"{found['row']:{WIDE}} {figures} {slow} {times:6.2f} {code:7.1f}"
 
 
 def alone(found: dict[str, Any], exact: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
@@ -426,10 +462,10 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "a smaller model, fewer steps and rows")
     parser.add_argument("--only", default="", help="text in the names of rows; the exact ones run too")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data" / "gsm8k")
-    parser.add_argument("--steps", type=int, default=0, help="default 300, with --quick 12")
+    parser.add_argument("--steps", type=int, default=0, help=f"default 300, with --quick 12; a multiple of {WHOLE}, up")
     parser.add_argument("--seeds", default="", help="default 0,1,2, with --quick and of lans 0")
     parser.add_argument("--shape", choices=SHAPES, default="", help="of the model; default full, with --quick quick")
-    parser.add_argument("--lr", type=float, default=0.0, help="of all rows, in place of their own")
+    parser.add_argument("--lr", type=float, default=0.0, help="of all rows, in place of their own rates")
     parser.add_argument("--paced", type=float, default=0.0, help="seconds that the backward pass of a layer sleeps")
     parser.add_argument("--ranks", type=int, default=RANKS, help="data ranks, a multiple of two; default 4")
     parser.add_argument("--samples", type=int, default=0, help="of a run; lans: 16384, dynamic: 8192 by default")
@@ -459,8 +495,11 @@ def main() -> None:
     if not wanted:
         raise SystemExit(f"--only {options.only!r} is in no name of a row; --list prints them")
     steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[str, Any]()
-    columns = "       KB    across of exact     loss  spread     worse       ms    after       1G      10G  times"
-    print(f"{'row':32} {columns}    code")
+    steps = -(-steps // WHOLE) * WHOLE
+    columns = (
+        "       KB    across of exact   ratio   rate     loss  spread     worse       ms    after       1G      10G"
+    )
+    print(f"{f'row, after {steps} steps':{WIDE}} {columns}  times    code")
     for name in names:
         table.append(
             found := row(
