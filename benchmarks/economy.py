@@ -7,8 +7,8 @@ Each row trains the same model on the same bytes of text on four data ranks or m
 are a node, with AdamW at one learning rate, and differs in ``policy.comm`` alone. Rows "SGD" have SGD with momentum at
 three rates, of which the best one is shown (``--lr``: one rate in place of a row's own); "by topic" has other problems
 on each rank, and AdaGrad or AdaAlter at one rate. "top-k of gradients, feedback" is not EF-SGD: its residual is of
-gradients, and momentum and the clip come after the sum. ``--list`` names them, and ``--only`` takes any part of a name. Steps
-are a multiple of all periods H, so that bytes and the model that is evaluated are of whole periods. Columns:
+gradients, and momentum and the clip come after the sum. ``--list`` names them, and ``--only`` takes any part of a name.
+Steps are a multiple of all periods H, so that bytes and the model that is evaluated are of whole periods. Columns:
 
 - KB: that a rank sends in a step, by the tensors of its collectives (``plan.costs.wire``: rings); across: of these in
   groups with ranks of several nodes.
@@ -471,9 +471,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=0, help="of a run; lans: 16384, dynamic: 8192 by default")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     options = parser.parse_args()
+    study = [*lans_rows(quick=options.quick), *dynamic_rows(quick=options.quick)]
     if options.list:
-        print("\n".join([*ROWS, "coding", *lans_rows(quick=options.quick), *dynamic_rows(quick=options.quick)]))
+        print("\n".join([*ROWS, "coding", *study]))
         return
+    studies = options.only.startswith(("lans", "dynamic"))
+    known = study if studies else ["coding"] if options.only == "coding" else [*ROWS]
+    wanted = [name for name in known if options.only in name and (options.only or not options.quick or name in QUICK)]
+    if not wanted:
+        raise SystemExit(f"--only {options.only!r} is in no name of a row; --list prints them")
     if not (options.data / "train.jsonl").is_file():
         raise SystemExit(f"no train.jsonl in {options.data}; give the folder of GSM8K's files with --data")
     lines = (options.data / "train.jsonl").read_text().splitlines()[: 500 if options.quick else None]
@@ -485,15 +491,12 @@ def main() -> None:
         return
     one_seed = options.quick or options.only.startswith("lans")
     seeds = [int(seed) for seed in (options.seeds or ("0" if one_seed else "0,1,2")).split(",")]
-    if options.only.startswith(("lans", "dynamic")):
+    if studies:
         how: Any = (seeds, options.lr, options.samples, options.json)
         studied(options.only, SHAPES[shape], "\n".join(problems), *how, quick=options.quick)
         return
     texts = {False: "\n".join(problems), True: sorted_by_topic(problems)}
-    wanted = [name for name in ROWS if options.only in name and (options.only or not options.quick or name in QUICK)]
     names = [name for name in ROWS if name in {*wanted, *(ROWS[name].beside for name in wanted)}]
-    if not wanted:
-        raise SystemExit(f"--only {options.only!r} is in no name of a row; --list prints them")
     steps, table, exact = options.steps or (12 if options.quick else 300), list[dict[str, Any]](), dict[str, Any]()
     steps = -(-steps // WHOLE) * WHOLE
     columns = (

@@ -2,10 +2,10 @@
 
 Both train one process on the same bytes of text. lans: AdamW, LAMB, LARS and LANS with cosine and plateau, three rates
 each, the best one is shown; beside it the processor time of an optimizer's step over that of torch's AdamW with
-``foreach``. Of a run with the smallest batch too: the share of steps after which a row has the best loss of that batch,
-and the largest batch whose loss is at most 2 % above it. dynamic: batches 1, 4, 2, 4 times the first one by AdamW, by
-SGD with momentum, and by LARS, whose momentum has a factor of the rate: with a fixed batch, a jump of the rate, without
-and with the correction of momentum, and a ramp.
+``foreach``. Where rows of the smallest batch are among them: the steps after which a row has the best loss of that
+batch, and the largest batch whose loss is at most 2 % above it. dynamic: batches 1, 4, 2, 4 times the first one by
+AdamW, by SGD with momentum, and by LARS, whose momentum has a factor of the rate: with a fixed batch, a jump of the
+rate, without and with the correction of momentum, and a ramp.
 """
 
 import itertools
@@ -134,10 +134,13 @@ def lans(
     return {"row": "lans", **found, "losses": losses, "rate": best, "loss": losses[best], "curve": curves[best]}
 
 
-def large(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print and return, for each optimizer and schedule, where the best loss of the smallest batch is reached."""
-    least, found = min(row["batch"] for row in table), list[dict[str, Any]]()
-    bar = min(row["loss"] for row in table if row["batch"] == least)
+def large(table: Sequence[dict[str, Any]], least: int) -> list[dict[str, Any]]:
+    """Print and return, for each optimizer and schedule, after which steps, and with which batches, the best loss of
+    the smallest batch is reached. least: that batch; without a row of it there is nothing to compare with."""
+    found = list[dict[str, Any]]()
+    bar = min((row["loss"] for row in table if row["batch"] == least), default=None)
+    if bar is None:
+        return found
     for name, schedule in dict.fromkeys((row["optimizer"], row["schedule"]) for row in table):
         own = [row for row in table if (row["optimizer"], row["schedule"]) == (name, schedule)]
         near = max((row["batch"] for row in own if row["loss"] <= 1.02 * bar), default=None)
@@ -206,7 +209,7 @@ def studied(
         rate = lr or RATES[row[1]][1] * quick
         done.append(lans(config, codes, row, seeds, rate, samples or (128 if quick else 16_384)))
         write_rows(path, [*table, *done])
-    table += [*done, *(large(done) if done else ())]
+    table += [*done, *large(done, min(batch for batch, _, _ in lans_rows(quick=quick).values()))]
     for name, own_row in dynamic_rows(quick=quick).items():
         if only in name:
             table.append(dynamic(config, codes, own_row, seeds, lr, samples or (128 if quick else 8_192)))
