@@ -12,6 +12,8 @@ from tilth_studies.drill import inject
 
 from tests.errors import raises
 from tests.flows import tiny
+from tilth.cluster.backends.local import LocalBackend
+from tilth.cluster.backends.ray import RayBackend
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import StorageError, WorkerLost
 from tilth.core.layout import Mesh
@@ -364,6 +366,18 @@ def test_a_new_worker_that_is_half_made_is_replaced_by_the_recovery(monkeypatch,
     assert survival.lost == {1}
     survival.recover(why, 4)
     assert cluster.renewed == [1] and cluster.repaired == [sorted({1, *why.ranks})] and not survival.lost
+
+
+@pytest.mark.parametrize("able", [True, False, None])
+def test_only_a_backend_that_says_so_replaces_workers_beside_others(monkeypatch, able):
+    """Others, as those of plugins, may not expect calls of several threads."""
+    assert LocalBackend.beside and RayBackend.beside
+    cluster = Beside()
+    cluster.dispatch.apart = ()
+    if able is not None:
+        cluster.repairable.beside = able
+    survival = cluster.survival(monkeypatch)
+    assert survival.watch([1]) is bool(able) and (cluster.dispatch.apart == {1}) is bool(able)
 
 
 def test_nobody_is_replaced_beside_others_once_that_is_given_up(monkeypatch):

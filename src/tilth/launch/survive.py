@@ -107,9 +107,11 @@ class Survival(Callback):
 
     def watch(self, ranks: Collection[int]) -> bool:
         """Let the loss of each of these workers concern only who waits for it, until a recovery; False where the run
-        has to recover: they have other roles, or no worker of this backend is replaced."""
+        has to recover: they have other roles, or no worker of this backend is replaced beside others
+        (``RepairableBackend``)."""
         groups = [group.role for group in self.cluster.groups if not set(ranks).isdisjoint(group.mesh.ranks)]
-        if self.cluster.repairable is None or not self.restarts or not {*groups} <= {"rollout", WEIGHT_SYNC}:
+        able = getattr(self.cluster.repairable, "beside", False)
+        if not able or not self.restarts or not {*groups} <= {"rollout", WEIGHT_SYNC}:
             return False
         self.cluster.dispatch.apart = frozenset(ranks)
         return True

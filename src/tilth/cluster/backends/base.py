@@ -181,7 +181,11 @@ class Backend(Protocol):
 
 @runtime_checkable
 class RepairableBackend(Backend, Protocol):
-    """A backend whose workers can be watched and replaced, so that a run survives the loss of one."""
+    """A backend whose workers can be watched and replaced, so that a run survives the loss of one.
+
+    One whose ``beside`` is True (without it: False) lets other threads call ``replace`` and ``kill`` while workers of
+    other ranks are called, and ``kill`` while ``replace`` waits for a worker of the same rank, which ends both.
+    """
 
     def life(self, rank: int) -> tuple[int, int]:
         """Return two numbers, known without asking the worker: one grows with the work of its calls, one with time

@@ -118,6 +118,8 @@ class LocalBackend:
     """Workers as processes of this machine. start: ranks to start here (None: all); a launcher starts the others, which
     connect to ``folder``. lasting: scratch folder that outlives controllers."""
 
+    beside = True
+
     def __init__(
         self,
         workers: int,

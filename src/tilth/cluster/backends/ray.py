@@ -45,6 +45,8 @@ class RayBackend:
     names the session whose scratch folders the next controller's agents take over.
     """
 
+    beside = True
+
     def __init__(
         self,
         workers: int,
