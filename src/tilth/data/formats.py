@@ -236,9 +236,7 @@ def _xz(path: Path, mode: str) -> BinaryIO:
 
 
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": _bz2, ".xz": _xz, ".zst": _zstd}
-_COMPRESSIONS = {
-    *_OPEN, ".gzip", ".tgz", ".z", ".lzma", ".zstd", ".lz4", ".br", ".zip", ".7z", ".snappy", ".lzo",
-}  # fmt: skip
+_COMPRESSIONS = {*_OPEN, ".gzip", ".tgz", ".z", ".lzma", ".zstd", ".lz4", ".br", ".zip", ".7z", ".snappy", ".lzo"}
 """Suffixes of compressed files, read or not."""
 _COMPRESSIBLE = "JSON, CSV or text with " + ", ".join(_OPEN)
 

@@ -78,7 +78,7 @@ UNKNOWN = {
     "verifier": ("env", "environment", "collect"),
 }
 """Section -> keys that change what a task is, and are not followed."""
-CANARY = r"(?i)<!--.*canary.*-->|#.*canary.*"
+CANARY = re.compile(r"(?i)\s*(?:<!--.*canary.*-->|#.*canary.*)\s*")
 """Whole first lines of an instruction that mark it as a part of a benchmark; Harbor shows them to no agent."""
 _sandbox = cache(Sandbox)
 
@@ -223,8 +223,8 @@ def _limit(task: Path, section: str, key: str = "timeout_sec") -> float:
             raise PluginError(f"{file}: {section}.{name} is not followed in the sandbox; leave it out", key=TASK)
         image = given.get("environment", {}).get("docker_image")
         if image and not (task / "environment/Dockerfile").is_file():
-            message = f"{file}: environment.docker_image = {image!r} has what the sandbox has not"
-            raise PluginError(f"{message}; write environment/Dockerfile, which is followed", key=TASK)
+            message = f"{file}: environment.docker_image = {image!r} is not followed; write environment/Dockerfile"
+            raise PluginError(message, key=TASK)
         found = float(given.get(section, {}).get(key, LIMITS[section, key]))
     except (ValueError, TypeError, AttributeError) as error:
         raise PluginError(f"{file}: {error}; {section}.{key} is a number of seconds", key=TASK) from None
@@ -252,8 +252,7 @@ class HarborEnvironment(Environment, declares=False):
     def records(cls, count: int) -> Iterator[dict[str, Any]]:
         """Yield a record for each task."""
         for task in cls._tasks()[: count or None]:
-            lines = (task / "instruction.md").read_text().split("\n")
-            asked = dropwhile(lambda line: re.fullmatch(CANARY, line.strip()), lines)
+            asked = dropwhile(CANARY.fullmatch, (task / "instruction.md").read_text().split("\n"))
             yield {"prompt": "\n".join(asked).strip(), "task": str(task)}
 
     @classmethod
