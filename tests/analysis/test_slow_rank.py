@@ -98,7 +98,7 @@ def test_the_few_ranks_that_are_tried_have_the_verdict_of_all():
 def test_replays_do_not_grow_with_the_ranks(monkeypatch):
     model, tried, times = noisy(0, ranks=80), [], RunModel.times
     monkeypatch.setattr(RunModel, "times", lambda own, some: tried.append(some.shape[1]) or times(own, some))
-    monkeypatch.setattr(module, "CACHE", 8 * 5 * len(model.order))
+    monkeypatch.setattr(module, "CACHE", 4 * 8 * 5 * len(model.order))
     gains(model)
     assert sum(tried) == TRIED + 1 and max(tried) == 5  # with the steps as recorded
 

@@ -50,7 +50,8 @@ def gains(model: RunModel, most: int = TRIED) -> tuple[np.ndarray, np.ndarray, n
         over = np.bincount(step * len(workers) + own, took - peers, len(model.steps.steps) * len(workers))
         tried = np.sort(np.argsort(-np.median(over.reshape(-1, len(workers)), axis=0), kind="stable")[:most])
     ratios = np.bincount(own, took, len(workers)) / np.maximum(np.bincount(own, peers, len(workers)), 1e-12)
-    recorded, width = model.times(model.sum_real[:, None]), max(1, CACHE // (8 * len(model.order)))
+    recorded = model.times(model.sum_real[:, None])
+    width = max(1, CACHE // 4 // (8 * len(model.order)))  # a replay has some arrays of a block's size
     gained = list[np.ndarray]()
     for i in range(0, len(tried), width):
         durations = np.repeat(model.sum_real[:, None], len(tried[i : i + width]), axis=1)
